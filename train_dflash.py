@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Train a DFlash drafter for a frozen language model: one script, one process per GPU.
 
-A drafter is a small transformer that drafts a whole block of tokens for a big language model (the target) in one
-pass; the target checks the block in one pass, so that it decodes several times faster and its output does not
-change. DFlash (arXiv 2602.06036): a block is [anchor token, MASK x (B-1)], slot k drafts token anchor+k, and every
-draft layer attends to features tapped from a few layers of the target, strictly before the anchor.
+A drafter is a small transformer that drafts a whole block of tokens for a big language model (the target) in
+one pass; the target checks the block in one pass, so that it decodes several times faster and its output does
+not change. DFlash (arXiv 2602.06036): a block is [anchor token, MASK x (B-1)], slot k drafts token anchor+k,
+and every draft layer attends to features tapped from a few layers of the target, strictly before the anchor.
 
     main ── checks, prepares the data, spawns, waits, names the first failure
-     ├─ target 0..T-1   GPUs 0,1,2,3,4   frozen target: tokens -> tapped features of micro-batch m (m mod T)
+     ├─ target 0..T-1   GPUs 0,1,2,3,4   tokens -> tapped features of micro-batch m (m mod T)
      │       │  the wire: point to point, one group per pair
      └─ drafter 0..D-1  GPUs 5,6,7       one compiled graph: loss and gradient of micro-batch m (m mod D)
              └─ gradients summed once per optimizer step, AdamW on fp32 masters, save, evaluate
@@ -18,8 +18,9 @@ draft layer attends to features tapped from a few layers of the target, strictly
 
 Run the second line again and it goes on from its newest complete checkpoint.
 
-Letters: S context tokens of a micro-batch, N anchors, B block (slots), Q = N*B draft rows, D hidden width, L draft
-layers, K taps, V vocabulary, H/G query/kv heads, h head size. A comment after a reshape gives the shape.
+Letters: S context tokens of a micro-batch, N anchors, B block (slots), Q = N*B draft rows, D hidden width, L
+draft layers, K taps, V vocabulary, H/G query/kv heads, h head size. A comment after a reshape gives the
+shape.
 """
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ import argparse
 import ctypes
 import dataclasses
 import difflib
-import fcntl
 import faulthandler
+import fcntl
 import hashlib
 import inspect
 import itertools
@@ -37,9 +38,9 @@ import math
 import os
 import random
 import re
+import resource
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -61,10 +62,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 # ------------------------------------------------------------------------------------------------- Config
 
-
 def flag(default, text):
     return dataclasses.field(default=default, metadata={"help": text})
-
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -113,32 +112,23 @@ class Config:
     new_tokens: int = flag(256, "tokens to decode per prompt")
     temperature: float = flag(0.0, "0: greedy; above: lossless sampling")
 
-
-# What a resumed run must share with its checkpoint: these decide what is learnt or what micro-batch m holds.
-IDENTITY = ("target", "data", "block", "layers", "heads", "kv_heads", "head_dim", "ffn", "target_layer_ids",
-            "mask_token_id", "sliding_window", "full_layers", "sliding_bidirectional", "loss", "gamma", "tokens",
-            "anchors", "max_length", "lr", "warmup", "clip", "seed", "eval_fraction")
 DONE, USAGE, STOPPED, DIVERGED, FAILED = 0, 2, 75, 76, 1  # exit codes, design.md 6
 TILE = 128  # flex_attention's block: the Triton backward on sm_90 takes no smaller one (pytorch.md 6)
 CPU_DENSE_LIMIT = 6 << 30  # bytes that dense attention may take on a CPU
 EVAL_BATCHES = 32  # held-out micro-batches of one evaluation, at most
 
-
 class UserError(Exception):
     """A mistake in flags or input: one line, exit 2."""
 
-
 class Diverged(Exception):
     """Non-finite beyond the allowance: exit 76."""
-
 
 def help_text():
     lines = [__doc__.split("\n")[0], "", "usage: python train_dflash.py [--flag value ...]", ""]
     for f in dataclasses.fields(Config):
         default = " ".join(f.default) if isinstance(f.default, tuple) else f.default
-        lines.append(f"  --{f.name.replace('_', '-'):22} {f.metadata['help']:44} {default if default != '' else '-'}")
+        lines.append(f"  --{f.name.replace('_', '-'):22} {f.metadata['help']:44} {default}".rstrip())
     return "\n".join(lines)
-
 
 def parse(argv):
     """argv (list of str) -> (Config, set of the names given). UserError on unknown flags and wrong types."""
@@ -156,10 +146,10 @@ def parse(argv):
     if unknown:
         names = ["--" + f.name.replace("_", "-") for f in dataclasses.fields(Config)]
         near = difflib.get_close_matches(unknown[0].split("=")[0], names, 1, 0.5)
-        raise UserError(f"unknown argument {unknown[0]}" + (f", did you mean {near[0]}?" if near else ", see --help"))
+        hint = f"did you mean {near[0]}?" if near else "see --help"
+        raise UserError(f"unknown argument {unknown[0]}, {hint}")
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(given).items()}
     return Config(**given), set(given)
-
 
 def int_list(text, name):
     try:
@@ -167,30 +157,33 @@ def int_list(text, name):
     except ValueError:
         raise UserError(f"{name} {text}: give whole numbers with commas, as 0,1,2") from None
 
-
 def check(cfg):
     """Every rule on Config that needs no file and no GPU. Raises UserError."""
     def need(ok, message):
         if not ok:
             raise UserError(message)
 
-    positive = ("block layers tokens anchors max_length accumulation clip eval_every save_every keep log_every "
-                "stall_timeout num_prompts new_tokens lr")
-    for name in positive.split():
-        need(getattr(cfg, name) > 0, f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be above 0")
-    for name in "heads kv_heads head_dim ffn sliding_window full_layers max_steps workers gamma temperature".split():
-        need(getattr(cfg, name) >= 0, f"--{name.replace('_', '-')} {getattr(cfg, name)}: must not be negative")
+    at_least_0 = "heads kv_heads head_dim ffn sliding_window full_layers max_steps workers gamma temperature"
+    above_0 = ("block layers tokens anchors max_length accumulation clip lr eval_every save_every log_every "
+               "keep"
+               " stall_timeout num_prompts new_tokens")
+    for name in (at_least_0 + " " + above_0).split():
+        value = getattr(cfg, name)
+        may_be_0 = name in at_least_0.split()
+        need(value > 0 or (may_be_0 and value == 0),
+             f"--{name.replace('_', '-')} {value}: must be {'0 or more' if may_be_0 else 'above 0'}")
     need(cfg.device in ("auto", "cuda", "cpu"), f"--device {cfg.device}: auto, cuda or cpu")
     need(cfg.loss in ("dflash", "dpace"), f"--loss {cfg.loss}: dflash or dpace")
     need(cfg.resume in ("auto", "never"), f"--resume {cfg.resume}: auto or never")
     need(cfg.block >= 2, f"--block {cfg.block}: a block has an anchor and at least one draft, so 2 or more")
-    need(cfg.tokens % TILE == 0, f"--tokens {cfg.tokens}: must be a multiple of {TILE}, "
-         f"{math.ceil(cfg.tokens / TILE) * TILE} is")
+    need(cfg.tokens % TILE == 0,
+         f"--tokens {cfg.tokens}: must be a multiple of {TILE}, as {-(-cfg.tokens // TILE) * TILE} is")
     step = TILE // math.gcd(cfg.block, TILE)
-    need(cfg.anchors * cfg.block % TILE == 0, f"--anchors {cfg.anchors} x --block {cfg.block} must be a multiple "
-         f"of {TILE}: take {math.ceil(cfg.anchors / step) * step} anchors")
-    need(cfg.max_length <= cfg.tokens, f"--max-length {cfg.max_length} is more than --tokens {cfg.tokens}: "
-         "a row must fit its micro-batch")
+    need(cfg.anchors % step == 0, f"--anchors {cfg.anchors} x --block {cfg.block}: must be a multiple of "
+                                  f"{TILE}"
+         f", as {-(-cfg.anchors // step) * step} anchors are")
+    need(cfg.max_length <= cfg.tokens,
+         f"--max-length {cfg.max_length} is more than --tokens {cfg.tokens}: a row must fit its micro-batch")
     need(not cfg.sliding_window or cfg.sliding_window >= cfg.block,
          f"--sliding-window {cfg.sliding_window} is smaller than --block {cfg.block}")
     need(cfg.full_layers <= cfg.layers, f"--full-layers {cfg.full_layers}: there are {cfg.layers} layers")
@@ -200,22 +193,18 @@ def check(cfg):
     disabled = [f"{k}={v}" for k in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
                 if (v := os.environ.get(k, "0")) not in ("", "0")]
     stance = torch._dynamo.eval_frame._stance.stance
-    disabled += [f"torch.compiler.set_stance({stance!r})"] if stance not in ("default", "fail_on_recompile") else []
-    need(not disabled, f"{', '.join(disabled)} turns compilation off, and attention would be dense: unset it")
-
+    if stance not in ("default", "fail_on_recompile"):
+        disabled.append(f"torch.compiler.set_stance({stance!r})")
+    need(not disabled, f"{', '.join(disabled)} turns compilation off, attention would be dense: unset it")
 
 def default_gamma(block):
-    """The published decays, 7, 5 and 4 for B 16, 10 and 8 (dflash.md 1.2); straight lines between and beyond."""
-    return float(np.interp(block, [8, 10, 16], [4, 5, 7])) if 8 <= block <= 16 else block * (7 / 16 if block > 16
-                                                                                             else 1 / 2)
-
+    """The published decays, 7, 5 and 4 for B 16, 10 and 8 (paper, 4.1); straight lines between and beyond."""
+    return float(np.interp(block, [0, 8, 10, 16, 160], [0, 4, 5, 7, 70]))
 
 # -------------------------------------------------------------------------------------------- small tools
 
-
 def say(text):
     print(text, flush=True)
-
 
 def atomic_write(path, text):
     """Replace the file as a whole: a reader meets the old text or the new one, also after a power cut."""
@@ -226,14 +215,12 @@ def atomic_write(path, text):
         os.fsync(f.fileno())
     os.replace(beside, path)
 
-
-def fsync_folder(path):
+def fsync(path):
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
-
 
 def write_metric(out, kind, **values):
     """One JSON object a line. A number that is not finite is null: JSON has no NaN."""
@@ -241,9 +228,8 @@ def write_metric(out, kind, **values):
     with open(Path(out) / "metrics.jsonl", "a") as f:
         f.write(json.dumps({"kind": kind, "time": round(time.time(), 3), **clean}) + "\n")
 
-
 def heartbeat(out, phase, step=0, micro_batches=0):
-    """Called where the main thread of the process at work advances; never from a ticker, which would hide a hang."""
+    """Called where the main thread of the process at work advances; a ticker thread would hide a hang."""
     path = os.environ.get("SUPERVISE_HEARTBEAT") or Path(out) / "heartbeat.json"
     beside = f"{path}.{os.getpid()}.new"
     with open(beside, "w") as f:  # no fsync: a torn heartbeat after a power cut costs nothing
@@ -251,35 +237,30 @@ def heartbeat(out, phase, step=0, micro_batches=0):
                    "pid": os.getpid()}, f)
     os.replace(beside, path)
 
-
 def span(seconds):
     seconds = int(seconds)
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
+def first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 def gib(count):
     return count / 2**30
-
 
 def rng(*key):
     """A host generator that depends on the key alone (seed, purpose, ...)."""
     return np.random.default_rng(key)
 
-
 PACK, ORDER, ANCHORS, EVAL_ANCHORS = range(4)  # purposes
-
 
 # --------------------------------------------------------------------------------------------------- data
 
 EMPTY_THINK = re.compile(r"\s*<think>\s*</think>\s*")
 ROLES = ("system", "user", "assistant", "tool", "developer")
 
-
 def clean_messages(messages):
-    """The turns of one row as chat templates want them. Raises ValueError with the reason.
-
-    Drops the None fields that Parquet adds, joins content given as text parts, reads tool calls' JSON arguments.
-    """
+    """The turns of one row as chat templates want them: without the None fields that Parquet adds, content
+    parts joined, tool calls' JSON arguments read. Raises ValueError with the reason."""
     if not isinstance(messages, (list, np.ndarray)) or not len(messages):
         raise ValueError("no messages")
     turns = []
@@ -302,13 +283,12 @@ def clean_messages(messages):
         turns.append(turn)
     return turns
 
-
 def reply_spans(turns, tools, render, end_tokens, finished):
     """Where the replies stand in the rendered chat: [(text, [(begin, end), ...]), ...] in characters.
 
-    The span of a reply runs from the end of its generation prompt to the end of its end token. What the template
-    itself puts first (an empty thinking block) is no reply. A template that rewrites history (drops thinking from
-    earlier turns, say) gives an earlier reply a text of its own, rendered as the model met it.
+    The span of a reply runs from the end of its generation prompt to the end of its end token. What the
+    template itself puts first (an empty thinking block) is no reply. A template that rewrites history (drops
+    thinking from earlier turns, say) gives an earlier reply a text of its own, rendered as the model met it.
     """
     replies = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
     rows = []
@@ -332,17 +312,16 @@ def reply_spans(turns, tools, render, end_tokens, finished):
             rows.append((text, [(begin, end)]))
     return rows
 
-
 def tokenise(text, spans, tokenizer):
-    """Rendered text and reply spans (characters) -> ids, supervised (lists). A token counts as reply when it lies
-    wholly inside a span: one that straddles the border was never the model's to choose."""
+    """Rendered text and reply spans (characters) -> ids, supervised (lists). A token counts as reply when it
+    lies wholly inside a span: one that straddles the border was never the model's to choose."""
     if tokenizer.is_fast:
         found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids, offsets = found["input_ids"], found["offset_mapping"]
         supervised = [any(b <= x and y <= e and x < y for b, e in spans) for x, y in offsets]
         return ids, supervised
     ids, supervised, at = [], [], 0  # no offsets: tokenise piece by piece, and insist that the whole agrees
-    for b, e in sorted(spans) + [(len(text), len(text))]:
+    for b, e in [*sorted(spans), (len(text), len(text))]:
         for piece, inside in ((text[at:b], False), (text[b:e], True)):
             new = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"] if piece else []
             ids, supervised = ids + new, supervised + [inside] * len(new)
@@ -351,12 +330,9 @@ def tokenise(text, spans, tokenizer):
         raise ValueError("tokens straddle the border of a reply")
     return ids, supervised
 
-
 def read_row(row, render, tokenizer, vocab, end_tokens):
-    """One raw row -> (key, [(ids, supervised), ...]); key names first prompt and reply for the held-out split.
-
-    Raises ValueError (or what the template raises) with the reason why the row is no use.
-    """
+    """One raw row -> (key, [(ids, supervised), ...]); key names first prompt and reply for the held-out
+    split. Raises ValueError (or what the template raises) with the reason why the row is no use."""
     if row.get("input_ids") is not None:
         ids, supervised = list(row["input_ids"]), [bool(x) for x in row.get("loss_mask") or ()]
         if len(ids) != len(supervised):
@@ -372,14 +348,13 @@ def read_row(row, render, tokenizer, vocab, end_tokens):
     rows = reply_spans(turns, tools, render, end_tokens, finished is None or bool(finished))
     return " ".join("\n".join(first).lower().split()), [tokenise(*r, tokenizer) for r in rows]
 
-
 def tokenise_rows(batch, tokenizer, vocab, max_length, eval_fraction):
-    """A batch of raw rows, as datasets.map hands it over -> columns. A row that is no use keeps its place, with the
-    reason in `note` and no tokens."""
+    """A batch of raw rows, as datasets.map hands it over -> columns. A row that is no use keeps its place,
+    with the reason in `note` and no tokens."""
     def render(turns, tools, prompt):
         return tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, add_generation_prompt=prompt)
 
-    end_tokens = sorted({t for t in tokenizer.all_special_tokens} | set(tokenizer.get_added_vocab()), key=len)[::-1]
+    end_tokens = sorted({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}, key=len, reverse=True)
     columns = {k: [] for k in ("input_ids", "loss_mask", "length", "supervised", "cut", "held_out", "note")}
     size = len(next(iter(batch.values())))
     for i in range(size):
@@ -396,26 +371,24 @@ def tokenise_rows(batch, tokenizer, vocab, max_length, eval_fraction):
         except json.JSONDecodeError:
             note = "not JSON"
         except Exception as e:  # templates raise what they like; one bad row is counted, named and skipped
-            note = str(e).split("\n")[0][:60] or type(e).__name__
+            note = first_line(e)[:60]
         held_out = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") < eval_fraction * 2**64
         for ids, supervised in made or [([], [])]:
             cut = len(ids) > max_length
             ids, supervised = ids[:max_length], supervised[:max_length]
-            learnable = any(a and b for a, b in zip(supervised, supervised[1:]))  # an anchor and a label
+            learnable = any(a and b for a, b in itertools.pairwise(supervised))  # an anchor and a label
             if not note and not learnable:
                 note = "nothing to learn after the cut" if cut else "nothing to learn"
-            bad = bool(note)
-            for k, v in (("input_ids", [] if bad else ids), ("loss_mask", [] if bad else supervised),
-                         ("length", 0 if bad else len(ids)), ("supervised", 0 if bad else sum(supervised)),
-                         ("cut", cut and not bad), ("held_out", held_out), ("note", note)):
+            if note:
+                ids, supervised, cut = [], [], False
+            for k, v in zip(columns, (ids, supervised, len(ids), sum(supervised), cut, held_out, note)):
                 columns[k].append(v)
             note = ""
     return columns
 
-
 def load_rows(sources):
-    """Files or hub ids -> one datasets.Dataset of raw rows. JSONL is read as text lines, so that one bad line (half a
-    row, other types, bytes that are not UTF-8) costs one row and not the file."""
+    """Files or hub ids -> a datasets.Dataset of raw rows each. JSONL is read as text lines, so that one
+    bad line (half a row, other types, bytes that are not UTF-8) costs one row and not the file."""
     import datasets
 
     parts = []
@@ -433,7 +406,8 @@ def load_rows(sources):
                     part = datasets.load_dataset("parquet", data_files=source, split="train")
                 else:  # a byte that is not UTF-8 becomes \xNN, which is no JSON: that line alone is refused
                     part = datasets.load_dataset("text", data_files=source, split="train",
-                                                 encoding_errors="backslashreplace").rename_column("text", "jsonl")
+                                                 encoding_errors="backslashreplace")
+                    part = part.rename_column("text", "jsonl")
             elif path.exists():
                 raise UserError(f"--data {source}: neither .jsonl, .json nor .parquet (.gz may follow)")
             else:
@@ -441,23 +415,22 @@ def load_rows(sources):
         except UserError:
             raise
         except Exception as e:  # datasets raises a dozen types for what is, to the user, one thing
-            raise UserError(f"--data {source}: cannot be read ({type(e).__name__}: {str(e).splitlines()[0][:200]})") from e
-        wanted = [c for c in ("jsonl", "messages", "tools", "finished", "input_ids", "loss_mask") if c in part.column_names]
-        if not {"jsonl", "messages", "input_ids"} & set(wanted):
-            raise UserError(f"--data {source}: no column messages or input_ids, but {', '.join(part.column_names)}")
-        parts.append(part.select_columns(wanted))
+            raise UserError(f"--data {source}: cannot be read ({type(e).__name__}: {first_line(e)})") from e
+        have = part.column_names
+        if not {"jsonl", "messages", "input_ids"} & set(have):
+            raise UserError(f"--data {source}: no column messages or input_ids, but {', '.join(have)}")
+        known = ("jsonl", "messages", "tools", "finished", "input_ids", "loss_mask")
+        parts.append(part.select_columns([c for c in known if c in have]))
     return parts
-
 
 @dataclasses.dataclass
 class Documents:
-    """Tokenised rows and where each micro-batch finds its own. rows: datasets.Dataset; train/held_out: CSR plans."""
-    rows: object
-    train: tuple
+    """Tokenised rows, and where each micro-batch finds its own."""
+    rows: object  # datasets.Dataset
+    train: tuple  # as pack() gives it
     held_out: tuple
     fingerprint: str
     report: str
-
 
 def prepare(cfg, tokenizer, vocab):
     """Load, tokenise, cache, count, split and pack. Returns Documents; UserError when nothing is left."""
@@ -466,16 +439,16 @@ def prepare(cfg, tokenizer, vocab):
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     parts, total = [], 0
-    rules = "".join(inspect.getsource(f) for f in (clean_messages, reply_spans, tokenise, read_row, tokenise_rows))
+    rules = [inspect.getsource(f) for f in (clean_messages, reply_spans, tokenise, read_row, tokenise_rows)]
     for raw in load_rows(cfg.data):
         total += len(raw)
-        # All that decides a row's tokens is in the key, so that a stale cache cannot be met (field-reports E6).
+        # All that decides a row's tokens is in the key, so that a stale cache cannot be met.
         key = json.dumps([raw._fingerprint, rules, tokenizer.chat_template, tokenizer.get_vocab(), vocab,
                           cfg.max_length, cfg.eval_fraction], sort_keys=True)
+        int32, boolean = datasets.Value("int32"), datasets.Value("bool")
         kinds = datasets.Features({
-            "input_ids": datasets.List(datasets.Value("int32")), "loss_mask": datasets.List(datasets.Value("bool")),
-            "length": datasets.Value("int32"), "supervised": datasets.Value("int32"), "cut": datasets.Value("bool"),
-            "held_out": datasets.Value("bool"), "note": datasets.Value("string")})
+            "input_ids": datasets.List(int32), "loss_mask": datasets.List(boolean), "length": int32,
+            "supervised": int32, "cut": boolean, "held_out": boolean, "note": datasets.Value("string")})
         processes = min(cfg.workers or len(os.sched_getaffinity(0)), max(1, len(raw) // 1000))
         parts.append(raw.map(
             tokenise_rows, batched=True, batch_size=200, num_proc=processes if processes > 1 else None,
@@ -488,23 +461,23 @@ def prepare(cfg, tokenizer, vocab):
     good, held = column["length"] > 0, column["held_out"]
     notes = Counter(column["note"][~good]) if len(rows) else Counter()
     tokens, learnt = int(column["length"].sum()), int(column["supervised"].sum())
-    report = (f"data: {total} rows read, {int(good.sum())} documents kept ({int((good & held).sum())} held out), "
-              f"{int(column['cut'].sum())} cut at {cfg.max_length}, {sum(notes.values())} dropped"
-              + "".join(f"; {n} x {note}" for note, n in notes.most_common(8))
-              + f"; {tokens} tokens, {learnt / max(tokens, 1):.1%} supervised")
+    report = (f"data: {total:,} rows read, {good.sum():,} documents kept ({(good & held).sum():,} held out), "
+              f"{column['cut'].sum():,} cut at {cfg.max_length}, {sum(notes.values()):,} dropped"
+              + "".join(f"; {n:,} x {note}" for note, n in notes.most_common(8))
+              + f"; {tokens:,} tokens, {learnt / max(tokens, 1):.1%} supervised")
     if not (good & ~held).any():
         raise UserError(f"nothing left to train on. {report}")
-    plans = [pack(column["length"], np.flatnonzero(good & (held == side)), cfg.tokens, cfg.seed) for side in (0, 1)]
+    plans = [pack(column["length"], np.flatnonzero(good & (held == side)), cfg.tokens, cfg.seed)
+             for side in (False, True)]
     fingerprint = hashlib.sha256(" ".join(p._fingerprint for p in parts).encode()).hexdigest()[:16]
     return Documents(rows, *plans, fingerprint, report)
 
-
 # ------------------------------------------------------------------------------------------ micro-batches
 
-
 def pack(lengths, documents, capacity, seed):
-    """Best-fit decreasing over windows of shuffled documents -> (order, bounds): micro-batch j holds the documents
-    order[bounds[j]:bounds[j + 1]], longest first, at most `capacity` tokens. Every document stands exactly once."""
+    """Best-fit decreasing over windows of shuffled documents -> (order, bounds): micro-batch j holds
+    documents order[bounds[j]:bounds[j + 1]], longest first, at most `capacity` tokens. Each document
+    stands exactly once."""
     shuffled = rng(seed, PACK).permutation(documents)
     bins = []
     for at in range(0, len(shuffled), 16384):  # a window keeps the search short and the memory flat
@@ -523,17 +496,18 @@ def pack(lengths, documents, capacity, seed):
             chosen.append(document)
             by_room.setdefault(free - length, []).append(chosen)
             room[free - length] = True
-    bounds = np.concatenate([[0], np.cumsum([len(b) for b in bins], dtype=np.int64)]).astype(np.int64)
+    bounds = np.cumsum([0, *map(len, bins)], dtype=np.int64)
     return np.array([d for b in bins for d in b], dtype=np.int64), bounds
 
-
 def micro_batch(documents, cfg, m, held_out=False):
-    """What micro-batch m holds: a pure function of (data, config, seed, m), computed on the host by whoever needs it.
+    """What micro-batch m holds: a pure function of (data, config, seed, m), computed on the host by whoever
+    needs it.
 
     Returns numpy arrays: lengths [rows], ids [S], positions [S] (within the document), and for the N blocks
     start [N], anchor [N] (indices into the row of S), tokens [N, B] (slot 0 the anchor, then the labels),
     valid [N, B] (the label counts); blocks = how many are real, tokens_used = real context tokens.
     """
+    S = cfg.tokens
     order, bounds = documents.held_out if held_out else documents.train
     if held_out:
         j, draw = m, rng(cfg.seed, EVAL_ANCHORS, m)
@@ -541,31 +515,32 @@ def micro_batch(documents, cfg, m, held_out=False):
         epoch, j = divmod(m, len(bounds) - 1)
         j, draw = rng(cfg.seed, ORDER, epoch).permutation(len(bounds) - 1)[j], rng(cfg.seed, ANCHORS, m)
     chosen = documents.rows.with_format("numpy")[order[bounds[j]: bounds[j + 1]].tolist()]
-    S = cfg.tokens
     lengths = np.array([len(x) for x in chosen["input_ids"]], dtype=np.int64)
     starts = np.cumsum(lengths) - lengths
     used = int(lengths.sum())
     assert used <= S, f"micro-batch {m} holds {used} tokens, more than {S}"
     ids, supervised = np.zeros(S, np.int64), np.zeros(S, bool)
-    ids[:used], supervised[:used] = np.concatenate(list(chosen["input_ids"])), np.concatenate(list(chosen["loss_mask"]))
-    begin = np.concatenate([np.repeat(starts, lengths), np.arange(used, S)])  # padding: documents of one token
+    ids[:used] = np.concatenate(list(chosen["input_ids"]))
+    supervised[:used] = np.concatenate(list(chosen["loss_mask"]))
+    begin = np.concatenate([np.repeat(starts, lengths), np.arange(used, S)])  # padding: documents of 1 token
     end = np.concatenate([np.repeat(starts + lengths, lengths), np.arange(used, S) + 1])
     batch = blocks_of(ids, supervised, begin, end, cfg.anchors, cfg.block, draw)
     return {"m": m, "held_out": held_out, "lengths": lengths, "ids": ids, "positions": np.arange(S) - begin,
             "tokens_used": used, "documents": order[bounds[j]: bounds[j + 1]], **batch}
 
-
 def blocks_of(ids, supervised, begin, end, N, B, draw):
-    """Draw the anchors and cut their blocks. ids, supervised, begin, end: [S]; begin/end bound each token's document.
+    """Draw the anchors and cut their blocks. ids, supervised, begin, end: [S], the latter bounding each
+    token's document.
 
-    Token t is eligible when t and t+1 lie in one document and both are supervised: t is then an anchor that decoding
-    reaches, and slot 1 has a label. Drawn without replacement, uniformly over the micro-batch, sorted (dense tiles).
-    A label counts until the first slot that is beyond the document or unsupervised: decoding has ended there.
+    Token t is eligible when t and t+1 lie in one document and both are supervised: t is then an anchor that
+    decoding reaches, and slot 1 has a label. Drawn without replacement, uniformly over the micro-batch,
+    sorted (dense tiles). A label counts until the first slot beyond the document or unsupervised: decoding
+    ended there.
     """
     eligible = np.flatnonzero(supervised[:-1] & supervised[1:] & (end[:-1] == end[1:]))
-    anchor = np.sort(draw.choice(eligible, min(N, len(eligible)), replace=False)) if len(eligible) else eligible
-    real = len(anchor)
-    anchor = np.concatenate([anchor, np.zeros(N - real, np.int64)])  # a padding block sees itself, weighs nothing
+    real = min(N, len(eligible))
+    anchor = np.sort(draw.choice(eligible, real, replace=False)) if real else eligible
+    anchor = np.concatenate([anchor, np.zeros(N - real, np.int64)])  # padding blocks weigh nothing
     at = anchor[:, None] + np.arange(B)  # [N, B]
     inside = at < end[anchor][:, None]
     at = np.minimum(at, len(ids) - 1)
@@ -577,27 +552,25 @@ def blocks_of(ids, supervised, begin, end, N, B, draw):
     return {"start": start, "anchor": anchor, "tokens": np.where(valid | (np.arange(B) == 0), ids[at], 0),
             "valid": valid, "blocks": real}
 
-
 def schedule(step, m, total, group, eval_every, n_eval):
-    """The run as one list that every process walks by itself: ("train", m) for the micro-batches of each optimizer
-    step, then ("eval", j) where an evaluation is due. `total` micro-batches in all; the last step may be short."""
+    """The run as one list that every process walks by itself: ("train", m) for the micro-batches of each
+    optimizer step, then ("eval", j) where an evaluation is due. `total` micro-batches; the last step may be
+    short.
+    """
     while m < total:
         yield from (("train", i) for i in range(m, min(m + group, total)))
         m, step = m + group, step + 1
         if step % eval_every == 0 or m >= total:
             yield from (("eval", j) for j in range(n_eval))
 
-
 def learning_rate(cfg, m, total):
-    """Warm-up over the first share of the run, then cosine to 0. A function of micro-batches done, so that it does not
-    depend on how many GPUs there are now."""
+    """Warm-up over the first share of the run, then cosine to 0. A function of micro-batches done, so that
+    it does not depend on how many GPUs there are now."""
     done, warm = m / total, cfg.warmup
     return cfg.lr * ((done + 1 / total) / (warm + 1 / total) if done < warm
                      else 0.5 * (1 + math.cos(math.pi * (done - warm) / (1 - warm))))
 
-
 # ------------------------------------------------------------------------------------------------- target
-
 
 def load_config(target):
     """The target's text config, and the whole one. UserError when there is no such model."""
@@ -606,25 +579,23 @@ def load_config(target):
     try:
         whole = AutoConfig.from_pretrained(target)
     except Exception as e:  # OSError, ValueError, hub errors: to the user all say that this is no model
-        raise UserError(f"--target {target}: no model there ({str(e).splitlines()[0][:200]})") from e
+        raise UserError(f"--target {target}: no model there ({first_line(e)})") from e
     return whole.get_text_config(), whole
-
 
 def load_tokenizer(target):
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(target)
+        return AutoTokenizer.from_pretrained(target)
     except Exception as e:  # as above
-        raise UserError(f"--target {target}: its tokenizer does not load ({str(e).splitlines()[0][:200]})") from e
-    return tokenizer
+        raise UserError(f"--target {target}: its tokenizer does not load ({first_line(e)})") from e
 
-
-def load_target(target, dtype, layers=None, head=True):
+def load_target(target, dtype, layers=None):
     """The frozen causal LM on the CPU, with its first `layers` decoder layers only (None: all).
 
-    transformers does the reading, with every renaming and tying it knows; layers that the shortened config does not
-    name are never read from disk, which is also how a drafter gets embedding and head alone (layers=0).
+    transformers does the reading, with every renaming and tying it knows; layers that the shortened config
+    does not name are never read from disk, which is also how a drafter gets embedding and head alone
+    (layers=0).
     """
     from transformers import AutoModelForCausalLM
     from transformers import logging as transformers_logging
@@ -639,17 +610,13 @@ def load_target(target, dtype, layers=None, head=True):
             if getattr(config, "layer_types", None):
                 config.layer_types = config.layer_types[:layers]
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(target, config=whole, dtype=dtype, output_loading_info=True)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            target, config=whole, dtype=dtype, output_loading_info=True)
     except (OSError, ValueError) as e:
-        raise UserError(f"--target {target}: does not load ({str(e).splitlines()[0][:300]})") from e
-    missing = [k for k in info["missing_keys"]]
-    if missing:
-        raise UserError(f"--target {target}: the checkpoint lacks {len(missing)} tensors, {sorted(missing)[0]} first")
-    model.eval().requires_grad_(False)
-    if not head:
-        model.set_output_embeddings(None)
-    return model
-
+        raise UserError(f"--target {target}: does not load ({first_line(e)})") from e
+    if missing := sorted(info["missing_keys"]):
+        raise UserError(f"--target {target}: the checkpoint lacks {len(missing)} tensors, {missing[0]} first")
+    return model.eval().requires_grad_(False)
 
 def decoder_layers(model):
     """The decoder's own list of layers, wherever the family keeps it."""
@@ -660,29 +627,27 @@ def decoder_layers(model):
         raise UserError(f"--target {model.config._name_or_path}: found no list of {n} decoder layers to tap")
     return lists[0]
 
-
 def frozen_ends(model):
-    """What a drafter takes from its target: embedding and head weights [V, D], and the scalars around them."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    scale = getattr(embedding, "embed_scale", None)
-    text = model.config.get_text_config()
-    return {"embed": embedding.weight.detach(), "head": head.weight.detach(),
-            "embed_scale": float(scale) if scale is not None else 1.0,
+    """What a drafter takes from its target: embedding and head weights [V, D], and the scalars around
+    them."""
+    embedding, text = model.get_input_embeddings(), model.config.get_text_config()
+    return {"embed": embedding.weight.detach(), "head": model.get_output_embeddings().weight.detach(),
+            "embed_scale": float(getattr(embedding, "embed_scale", 1.0)),
             "softcap": float(getattr(text, "final_logit_softcapping", None) or 0.0)}
 
-
 def default_taps(n_layers, count):
-    """The published rule (dflash.md 1.1): from the 2nd to the third-to-last layer, evenly. On a target too shallow
-    for distinct layers that way: all its layers but the last, evenly, and at most one tap a layer."""
-    taps = [n_layers // 2] if count == 1 else [round(1 + i * (n_layers - 4) / (count - 1)) for i in range(count)]
+    """The published rule (z-lab/dflash model.py): from the 2nd to the third-to-last layer, evenly. On a
+    target too shallow for distinct layers that way: all its layers but the last, evenly, and at most one
+    tap a layer."""
+    taps = ([n_layers // 2] if count == 1 else
+            [round(1 + i * (n_layers - 4) / (count - 1)) for i in range(count)])
     if len(set(taps)) == len(taps) and min(taps) >= 0 and n_layers >= 4:
         return taps
     return sorted({round(i * max(n_layers - 2, 0) / max(count - 1, 1)) for i in range(count)})
 
-
 def choose_mask_token(cfg, tokenizer, vocab, documents):
-    """The mask token's id and why: the flag; the tokenizer's own; the first embedding row past the tokenizer; else a
-    reserved special token that is not pad/eos/bos and does not occur in the data."""
+    """The mask token's id and why: the flag; the tokenizer's own; the first embedding row past the tokenizer;
+    else a reserved special token that is not pad/eos/bos and does not occur in the data."""
     taken = {tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}
     if cfg.mask_token_id != -1:
         if not 0 <= cfg.mask_token_id < vocab:
@@ -698,30 +663,26 @@ def choose_mask_token(cfg, tokenizer, vocab, documents):
     free = sorted({i for i, t in tokenizer.added_tokens_decoder.items() if t.special} - taken)
     if documents is not None:
         for chunk in documents.rows.data.column("input_ids").chunks:
-            free = [i for i in free if i not in set(np.intersect1d(chunk.flatten().to_numpy(), free).tolist())]
+            free = np.setdiff1d(free, chunk.flatten().to_numpy()).tolist()
     if not free:
-        raise UserError("--mask-token-id: the tokenizer has no mask token, no spare row and no unused special token; "
-                        "name an embedding row that the data never uses")
-    return free[0], f"the reserved token {tokenizer.convert_ids_to_tokens(free[0])}, which the data never uses"
-
+        raise UserError("--mask-token-id: the tokenizer has no mask token, spare row or unused special "
+                        "token: name "
+                        "an embedding row that the data never uses")
+    return free[0], f"the reserved {tokenizer.convert_ids_to_tokens(free[0])}, which the data never uses"
 
 def taps_of(cfg, n_layers):
     if not cfg.target_layer_ids:
         return default_taps(n_layers, cfg.layers)
     taps = int_list(cfg.target_layer_ids, "--target-layer-ids")
-    for t in taps:
-        if not 0 <= t < n_layers:
-            raise UserError(f"--target-layer-ids {cfg.target_layer_ids}: {t} is not a layer, they run 0 to {n_layers - 1}")
-    if len(set(taps)) != len(taps) or not taps:
-        raise UserError(f"--target-layer-ids {cfg.target_layer_ids}: give each layer once")
+    if not all(0 <= t < n_layers for t in taps) or len(set(taps)) != len(taps) or not taps:
+        raise UserError(f"--target-layer-ids {cfg.target_layer_ids}: give layers 0-{n_layers - 1}, each once")
     return taps
 
-
 def drafter_config(cfg, text, taps, mask_token_id):
-    """The drafter's config.json: all that a serving engine reads (dflash.md 2), and all that Drafter is built from.
+    """The drafter's config.json: all that a serving engine reads, and all that Drafter is built from.
 
-    The geometry follows the target; mixture-of-experts and head-256 targets get the published 32/8 heads of 128 and
-    an FFN of 3 D. The drafter itself always rotates plainly over the whole head.
+    The geometry follows the target; mixture-of-experts and head-256 targets get the published 32/8 heads of
+    128 and an FFN of 3 D. The drafter itself always rotates plainly over the whole head.
     """
     D, H = text.hidden_size, getattr(text, "num_attention_heads", 32)
     experts = any(getattr(text, k, None) for k in ("num_experts", "num_local_experts", "n_routed_experts"))
@@ -740,24 +701,26 @@ def drafter_config(cfg, text, taps, mask_token_id):
     full = cfg.full_layers if window else cfg.layers
     kinds = ["sliding_attention"] * (cfg.layers - full) + ["full_attention"] * full
     out = {
-        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": D, "intermediate_size": ffn,
-        "num_hidden_layers": cfg.layers, "num_attention_heads": H, "num_key_value_heads": G, "head_dim": h,
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": D,
+        "intermediate_size": ffn, "num_hidden_layers": cfg.layers, "num_attention_heads": H,
+        "num_key_value_heads": G, "head_dim": h,
         "hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False, "attention_dropout": 0.0,
-        "vocab_size": text.vocab_size, "max_position_embeddings": text.max_position_embeddings,
-        "rope_theta": theta, "rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": theta},
-        "layer_types": kinds, "sliding_window": window or None, "use_sliding_window": bool(window),
-        "max_window_layers": cfg.layers, "block_size": cfg.block, "num_target_layers": text.num_hidden_layers,
+        "vocab_size": text.vocab_size,
+        "max_position_embeddings": getattr(text, "max_position_embeddings", None) or cfg.max_length,
+        "rope_theta": theta, "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "rope_scaling": None, "layer_types": kinds, "sliding_window": window or None,
+        "use_sliding_window": bool(window), "max_window_layers": cfg.layers, "block_size": cfg.block,
+        "num_target_layers": text.num_hidden_layers,
         "dflash_config": {"target_layer_ids": taps, "mask_token_id": mask_token_id, "block_size": cfg.block},
         "tie_word_embeddings": False, "initializer_range": 0.02, "use_cache": True,
         "dtype": "bfloat16", "torch_dtype": "bfloat16"}
     if cfg.sliding_bidirectional or not window:
-        out["is_causal"] = False  # absent, engines read sliding layers as causal in their block (dflash.md 2.4)
+        out["is_causal"] = False  # where it is absent, engines take sliding layers as causal in their block
     return out
 
-
 def find_rope_theta(text):
-    """rope_theta from either spelling of a config, full-attention layers' own where they are nested; a config that
-    rotates but names no theta is an error, one that does not rotate gets 1e6."""
+    """rope_theta from either spelling of a config, full-attention layers' own where they are nested; a config
+    that rotates but names no theta is an error, one that does not rotate gets 1e6."""
     parameters = getattr(text, "rope_parameters", None) or {}
     parameters = parameters.get("full_attention", parameters)
     theta = parameters.get("rope_theta") or getattr(text, "rope_theta", None)
@@ -765,9 +728,9 @@ def find_rope_theta(text):
         raise UserError("the target's config has rope_parameters without rope_theta")
     return float(theta or 1e6)
 
-
 def rectangles(lengths, limit):
-    """Rows (longest first) -> [(first, last, width)]: rectangles of at most `limit` tokens and about 10% padding."""
+    """Rows (longest first) -> [(first, last, width)]: rectangles of at most `limit` tokens and about 10%
+    padding."""
     out, i = [], 0
     while i < len(lengths):
         width, j, real = -(-int(lengths[i]) // 64) * 64, i, 0
@@ -778,55 +741,52 @@ def rectangles(lengths, limit):
         i = j
     return out
 
+def tap(layers, taps):
+    """Hooks that keep what the tapped layers put out -> ({layer: tensor}, hooks)."""
+    caught = {}
+    return caught, [layers[t].register_forward_hook(
+        lambda module, inputs, out, t=t: caught.update({t: out[0] if isinstance(out, tuple) else out}))
+        for t in set(taps)]
 
 @torch.no_grad()
 def capture(model, layers, taps, batch, features):
-    """Run the target over a micro-batch and write its taps into features [S, K*D], row of document after document.
+    """Run the target over a micro-batch and write its taps into features [S, K*D], document after document.
 
-    Tap t is the residual stream after decoder layer t, with no final norm. Each document is a row of its own, padded on
-    the right, so that causal attention needs no mask and recurrent layers leak nothing between documents.
+    Tap t is the residual stream after decoder layer t, with no final norm. Each document is a row of its own,
+    padded on the right, so that causal attention needs no mask and recurrent layers leak nothing across
+    documents.
     """
-    device, at = features.device, 0
-    D = features.shape[1] // len(taps)
-    lengths = batch["lengths"]
-    order = np.argsort(-lengths, kind="stable")
-    starts = np.cumsum(lengths) - lengths
-    caught = {}
-    hooks = [layers[t].register_forward_hook(
-        lambda module, inputs, output, t=t: caught.__setitem__(t, output[0] if isinstance(output, tuple) else output))
-        for t in set(taps)]
+    device, D, lengths = features.device, features.shape[1] // len(taps), batch["lengths"]
+    order, starts = np.argsort(-lengths, kind="stable"), np.cumsum(lengths) - lengths
+    caught, hooks = tap(layers, taps)
     try:
         for first, last, width in rectangles(lengths[order], batch["ids"].shape[0]):
             rows = order[first:last]
             ids = np.zeros((len(rows), width), np.int64)
-            for r, document in enumerate(rows):
-                ids[r, : lengths[document]] = batch["ids"][starts[document]: starts[document] + lengths[document]]
             source = np.concatenate([r * width + np.arange(lengths[d]) for r, d in enumerate(rows)])
             place = np.concatenate([starts[d] + np.arange(lengths[d]) for d in rows])
-            source, place = torch.from_numpy(source).to(device), torch.from_numpy(place).to(device)
-            caught.clear()
-            model(input_ids=torch.from_numpy(ids).to(device), use_cache=False)
+            ids.reshape(-1)[source] = batch["ids"][place]
+            ids, source, place = (torch.from_numpy(x).to(device) for x in (ids, source, place))
+            model(input_ids=ids, use_cache=False)
             for k, t in enumerate(taps):
-                features[:, k * D: (k + 1) * D].index_copy_(0, place, caught[t].flatten(0, 1)[source].to(features.dtype))
-            at += len(rows)
+                found = caught[t].flatten(0, 1)[source]  # [rows, width, D] -> real tokens [n, D]
+                features[:, k * D: (k + 1) * D].index_copy_(0, place, found.to(features.dtype))
     finally:
         for hook in hooks:
             hook.remove()
     features[batch["tokens_used"]:].zero_()
 
-
 # ------------------------------------------------------------------------------------------------ drafter
 
-
 class Linear(nn.Linear):
-    """No bias; an fp32 master weight, cast to the dtype of its input inside the graph (no autocast: pytorch.md 4)."""
+    """No bias; an fp32 master, cast to its input's dtype in the graph (autocast there misses the compile
+    cache)."""
 
     def __init__(self, inputs, outputs):
         super().__init__(inputs, outputs, bias=False)
 
     def forward(self, x):
         return F.linear(x, self.weight.to(x.dtype))
-
 
 class RMSNorm(nn.Module):
     def __init__(self, width, eps):
@@ -838,20 +798,18 @@ class RMSNorm(nn.Module):
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
         return (y * self.weight).to(x.dtype)
 
-
 def rotary(positions, theta, h):
-    """cos and sin [T, 1, h] in float32, whatever the model computes in: bf16 angles are radians off at 32k."""
+    """cos and sin [T, 1, h] in float32, whatever the model computes in: bf16 angles are radians off at
+    32k."""
     frequency = theta ** (-torch.arange(0, h, 2, device=positions.device, dtype=torch.float32) / h)
     angle = positions.float()[:, None] * frequency  # [T, h/2]
     angle = torch.cat([angle, angle], -1)[:, None]  # [T, 1, h]
     return angle.cos(), angle.sin()
 
-
 def rotate(x, rope):
     cos, sin = rope
     a, b = x.float().chunk(2, -1)
     return (x.float() * cos + torch.cat([-b, a], -1) * sin).to(x.dtype)
-
 
 class Attention(nn.Module):
     def __init__(self, D, H, G, h, eps):
@@ -872,7 +830,6 @@ class Attention(nn.Module):
         k, v = (torch.cat(pair) for pair in zip(context, self.keys_values(x, rope)))  # [S+Q, G, h]
         return self.o_proj(attend(q, k, v).flatten(1))  # [Q, H*h] -> [Q, D]
 
-
 class MLP(nn.Module):
     def __init__(self, D, ffn):
         super().__init__()
@@ -880,7 +837,6 @@ class MLP(nn.Module):
 
     def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
 
 class Layer(nn.Module):
     def __init__(self, D, H, G, h, ffn, eps):
@@ -892,12 +848,9 @@ class Layer(nn.Module):
         x = x + self.self_attn(self.input_layernorm(x), rope, context, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
-
 class Drafter(nn.Module):
-    """The DFlash drafter; its state_dict has the published names (dflash.md 2.1). Built from its config.json.
-
-    Context rows are never run through q, o or the FFN: the fused features become keys and values of each layer.
-    """
+    """The DFlash drafter, built from its config.json; the state_dict has the published names. Context rows
+    never go through q, o or the FFN: the fused features become keys and values of each layer."""
 
     def __init__(self, config):
         super().__init__()
@@ -911,17 +864,20 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleList(Layer(D, H, G, h, config["intermediate_size"], eps) for _ in self.kinds)
 
     def initialise(self, seed):
-        """Normal(0, 0.02) as Qwen3's, the two matrices that write to the residual stream smaller with depth."""
+        """Normal(0, 0.02) as Qwen3's, the two matrices that write to the residual stream smaller with
+        depth."""
         draw = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, p in self.named_parameters():
                 if p.dim() == 2:
-                    scale = 0.02 / math.sqrt(2 * len(self.layers)) if ("o_proj" in name or "down_proj" in name) else 0.02
+                    writes = "o_proj" in name or "down_proj" in name
+                    scale = 0.02 / math.sqrt(2 * len(self.layers)) if writes else 0.02
                     p.copy_(torch.randn(p.shape, generator=draw) * scale)
 
     def rules(self):
         """(window, causal) of every layer: what its mask depends on."""
-        return [(self.window if kind == "sliding_attention" else 0, c) for kind, c in zip(self.kinds, self.causal)]
+        return [(self.window if kind == "sliding_attention" else 0, causal)
+                for kind, causal in zip(self.kinds, self.causal)]
 
     def context(self, features, positions):
         """features [T, K*D], positions [T] -> keys and values of every layer [(k, v)], each [T, G, h]."""
@@ -930,23 +886,23 @@ class Drafter(nn.Module):
         return [layer.self_attn.keys_values(fused, rope) for layer in self.layers]
 
     def forward(self, x, positions, context, attends):
-        """x [Q, D] block embeddings, positions [Q], context as above, attends: one function a layer -> [Q, D]."""
+        """x [Q, D] block embeddings, positions [Q], context as above, attends: one function a layer -> [Q,
+        D]."""
         rope = rotary(positions, self.theta, self.h)
         for layer, pair, attend in zip(self.layers, context, attends):
             x = layer(x, rope, pair, attend)
         return self.norm(x)
 
-
 # --------------------------------------------------------------------------------------- anchors and mask
 # Experiments with what a block may see belong here: one predicate, and tile bounds that must contain it.
-
 
 def visible(q, kv, start, anchor, S, B, window, causal):
     """May draft row q see key kv? Elementwise over broadcast integer tensors -> bool.
 
-    Keys 0..S-1 are context, S..S+Q-1 the draft rows. A block sees its document's context strictly before its anchor
-    (at the anchor the feature does not exist yet when serving), in a sliding layer only what is less than `window`
-    behind the row's own position, and its own block: all of it, or in a causal layer up to itself.
+    Keys 0..S-1 are context, S..S+Q-1 the draft rows. A block sees its document's context strictly before its
+    anchor (at the anchor the feature does not exist yet when serving), in a sliding layer only what is less
+    than `window` behind the row's own position, and its own block: all of it, or in a causal layer up to
+    itself.
     """
     n, k = q // B, q % B
     a = anchor[n]
@@ -958,12 +914,12 @@ def visible(q, kv, start, anchor, S, B, window, causal):
         own = own & ((kv - S) % B <= k)
     return torch.where(kv < S, context, own)
 
-
 def mask_tiles(start, anchor, S, B, window):
-    """Which 128 x 128 tiles of the mask hold anything, and which are full, by arithmetic on the sorted anchors.
+    """Which 128 x 128 tiles of the mask hold anything, and which are full, by arithmetic on the sorted
+    anchors.
 
-    start, anchor: [N] -> partial, full: bool [Q/128, (S+Q)/128], disjoint. Partial may be too generous (the predicate
-    is evaluated there), full never is. No dense mask is made: [Q/128, blocks of a tile, S/128] is the largest tensor.
+    start, anchor: [N] -> partial, full: bool [Q/128, (S+Q)/128], disjoint. Partial may be too generous (the
+    predicate is evaluated there), full never is. The largest tensor is [Q/128, blocks of a tile, S/128].
     """
     N, device = anchor.shape[0], anchor.device
     tiles = N * B // TILE
@@ -981,9 +937,9 @@ def mask_tiles(start, anchor, S, B, window):
     own = (first[:, None] <= last) & (last[:, None] >= first)  # [tiles, tiles]
     return torch.cat([some & ~full, own], 1), torch.cat([full, torch.zeros_like(own)], 1)
 
-
 def block_mask(start, anchor, S, B, window, causal):
-    """The BlockMask of the predicate, built inside the compiled graph: every input that varies is a tensor."""
+    """The BlockMask of the predicate, built inside the compiled graph: every input that varies is a
+    tensor."""
     def listed(tiles):
         count = tiles.sum(1, dtype=torch.int32)
         order = torch.argsort(tiles.to(torch.int32), dim=1, descending=True, stable=True).to(torch.int32)
@@ -995,7 +951,6 @@ def block_mask(start, anchor, S, B, window, causal):
         *listed(partial), *listed(full), BLOCK_SIZE=TILE, seq_lengths=(Q, S + Q),
         mask_mod=lambda b, head, q, kv: visible(q, kv, start, anchor, S, B, window, causal))
 
-
 def flex_attend(mask):
     """Attention over [T, heads, h] by flex_attention, the only path on CUDA."""
     def attend(q, k, v):
@@ -1004,15 +959,14 @@ def flex_attend(mask):
         return out[0].transpose(0, 1)  # [Q, H, h]
     return attend
 
-
 def dense_attend(mask):
-    """Attention with a dense bool mask [Q, T] (None: all visible): small shapes on a CPU, one block when decoding."""
+    """Attention with a dense bool mask [Q, T] (None: all visible): small shapes on a CPU, one block when
+    decoding."""
     def attend(q, k, v):
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         return out[0].transpose(0, 1)
     return attend
-
 
 def attentions(drafter, start, anchor, S):
     """One attention function a layer, layers of the same rule sharing theirs."""
@@ -1026,30 +980,30 @@ def attentions(drafter, start, anchor, S):
             made[window, causal] = dense_attend(visible(q, kv, start, anchor, S, B, window, causal))
     return [made[rule] for rule in drafter.rules()]
 
-
 # --------------------------------------------------------------------------------------------------- loss
 # Experiments with the objective belong here.
 
-
 def slot_weights(ce, valid, loss, gamma):
-    """Weights [n, B-1] of the slots' cross-entropies ce [n, B-1] (float32), valid [n, B-1] bool, a prefix of each row.
+    """Weights [n, B-1] of the slots' cross-entropies ce [n, B-1] (float32); valid [n, B-1] bool, a prefix a
+    row.
 
-    dflash: exp(-(k-1)/gamma) for slot k (paper, 1.2). dpace (arXiv 2605.18810): with q the draft's probability of the
-    label, smoothed to (q+1)/2, the weight of slot j is sum over m >= j of prod over i <= m of q_i.
+    dflash: exp(-(k-1)/gamma) for slot k (arXiv 2602.06036). dpace (arXiv 2605.18810): with q the draft's
+    probability of the label, smoothed to (q+1)/2, slot j weighs the sum over m >= j of prod over i <= m of
+    q_i.
     """
     if loss == "dflash":
         return valid * torch.exp(-torch.arange(ce.shape[1], device=ce.device) / gamma)
     prefix = torch.where(valid, 0.5 * torch.exp(-ce) + 0.5, 1.0).cumprod(1) * valid
     return prefix.flip(1).cumsum(1).flip(1) * valid
 
-
 def head_and_loss(rows, head, labels, valid, loss, gamma, softcap, chunk=4096):
     """Cross-entropy through the frozen head, in chunks, with its gradient: full logits never exist.
 
-    rows [n, B-1, D], head [V, D], labels and valid [n, B-1] -> ce [n, B-1] float32, weights, hit [n, B-1] bool, and
-    d(sum of weights * ce)/d(rows) [n, B-1, D]. The head is frozen, so that the gradient of the rows is all there is
-    to keep: it is made while the logits are at hand and nothing is recomputed in backward.
+    rows [n, B-1, D], head [V, D], labels and valid [n, B-1] -> ce [n, B-1] float32, weights, hit [n, B-1]
+    bool, and d(sum of weights * ce)/d(rows) [n, B-1, D]. The head is frozen, so that the gradient of the rows
+    is all there is to keep: it is made while the logits are at hand and nothing is recomputed in backward.
     """
+    vocabulary = torch.arange(head.shape[0], device=head.device)
     size = max(1, chunk // rows.shape[1])
     parts = []
     for x, y, ok in zip(rows.split(size), labels.split(size), valid.split(size)):
@@ -1061,20 +1015,21 @@ def head_and_loss(rows, head, labels, valid, loss, gamma, softcap, chunk=4096):
         ce = (lse - logits.gather(1, y1[:, None])[:, 0]).view_as(ok)
         hit = (logits.argmax(-1) == y1).view_as(ok)
         weights = slot_weights(ce, ok, loss, gamma)
-        d = torch.exp(logits - lse[:, None]) - (torch.arange(head.shape[0], device=head.device) == y1[:, None]).float()
+        d = torch.exp(logits - lse[:, None]) - (vocabulary == y1[:, None]).float()
         d = d * weights.flatten()[:, None]
         if softcap:
             d = d * (1 - (logits / softcap).square())
         parts.append((ce, weights, hit, (d.to(head.dtype) @ head).view_as(x)))
     return tuple(torch.cat(p) for p in zip(*parts))
 
+COUNTERS = 8  # loss, divisor; accepted, blocks; the same of whole blocks; bad positions, blocks they cost
 
-def drafter_step(drafter, ends, features, positions, start, anchor, tokens, valid, mask_token_id, loss, gamma):
+def drafter_step(drafter, ends, features, positions, start, anchor, tokens, valid, mask_id, loss, gamma):
     """One micro-batch, the compiled graph: features to draft rows, their gradient, and the counters.
 
-    features [S, K*D], positions [S], start/anchor [N], tokens/valid [N, B] -> rows [N, B-1, D] (requires grad),
-    their gradient (of the weighted sum, divided by nothing), counters [COUNTERS + 2 (B-1)] float32.
-    A feature that is not finite becomes zeros, and the blocks that would see it weigh nothing.
+    features [S, K*D], positions [S], start/anchor [N], tokens/valid [N, B] -> rows [N, B-1, D] (requires
+    grad), their gradient (of the weighted sum, divided by nothing), counters [COUNTERS + 2 (B-1)] float32. A
+    feature that is not finite becomes zeros, and the blocks that would see it weigh nothing.
     """
     S, (N, B) = features.shape[0], tokens.shape
     bad = ~torch.isfinite(features).all(-1)  # [S]
@@ -1084,7 +1039,7 @@ def drafter_step(drafter, ends, features, positions, start, anchor, tokens, vali
     valid = valid & (before[anchor] == before[start])[:, None]
 
     slots = torch.arange(B, device=tokens.device)
-    ids = torch.where(slots == 0, tokens, mask_token_id)  # [N, B]
+    ids = torch.where(slots == 0, tokens, mask_id)  # [N, B]
     x = F.embedding(ids.flatten(), ends["embed"]).to(features.dtype) * ends["embed_scale"]  # [Q, D]
     at = ((anchor - start)[:, None] + slots).flatten()  # [Q]
     hidden = drafter(x, at, drafter.context(features, positions), attentions(drafter, start, anchor, S))
@@ -1099,37 +1054,32 @@ def drafter_step(drafter, ends, features, positions, start, anchor, tokens, vali
         hit = hit & valid
         accepted = hit.to(torch.int32).cumprod(1).sum(1)  # [N]
         whole = valid.all(1)
-        counters = torch.stack([x.float() for x in (
-            (ce * weights).sum(), divisor, (block * accepted).sum(), block.sum(), (whole * accepted).sum(), whole.sum(),
-            bad.sum(), (labelled & ~block).sum())])
+        counters = torch.stack([c.float() for c in (
+            (ce * weights).sum(), divisor, (block * accepted).sum(), block.sum(), (whole * accepted).sum(),
+            whole.sum(), bad.sum(), (labelled & ~block).sum())])
         counters = torch.cat([counters, hit.sum(0).float(), valid.sum(0).float()])
     return rows, gradient, counters
 
-
-COUNTERS = 8  # loss, divisor, accepted, blocks, accepted and blocks that are whole, bad positions, blocks they cost
-
-
 def read_counters(c):
     """Counters (list of floats, summed over micro-batches and drafters) -> what a person reads."""
-    B1 = (len(c) - COUNTERS) // 2
-    ratio = lambda a, b: a / b if b else float("nan")  # noqa: E731
-    return {"loss": ratio(c[0], c[1]), "accept_len": 1 + ratio(c[2], c[3]), "accept_len_whole": 1 + ratio(c[4], c[5]),
-            "position_accuracy": [round(h / n, 4) if n else None for h, n in
-                                  zip(c[COUNTERS: COUNTERS + B1], c[COUNTERS + B1:])],
-            "blocks": int(c[3]), "bad_positions": int(c[6]), "bad_blocks": int(c[7])}
+    def ratio(a, b):
+        return a / b if b else float("nan")
 
+    hits, valid = c[COUNTERS: (len(c) + COUNTERS) // 2], c[(len(c) + COUNTERS) // 2:]
+    return {"loss": ratio(c[0], c[1]), "accept_len": 1 + ratio(c[2], c[3]),
+            "accept_len_whole": 1 + ratio(c[4], c[5]), "blocks": int(c[3]),
+            "position_accuracy": [round(h / n, 4) if n else None for h, n in zip(hits, valid)],
+            "bad_positions": int(c[6]), "bad_blocks": int(c[7])}
 
 def step_flops(d, S, N, head_rows, pairs):
-    """Useful floating-point operations of a micro-batch, forward and backward (the count that the benchmarks state).
-    d: the drafter's config; pairs: query-key pairs that are visible, summed over its layers."""
+    """Useful floating-point operations of a micro-batch, forward and backward. d: the drafter's config;
+    pairs: query-key pairs that are visible, summed over its layers."""
     D, H, G, h = d["hidden_size"], d["num_attention_heads"], d["num_key_value_heads"], d["head_dim"]
     L, K, Q = d["num_hidden_layers"], len(d["dflash_config"]["target_layer_ids"]), N * d["block_size"]
-    return (6 * Q * L * (2 * D * H * h + 2 * D * G * h + 3 * D * d["intermediate_size"]) + 12 * S * L * D * G * h
+    return (6 * Q * L * D * (2 * H * h + 2 * G * h + 3 * d["intermediate_size"]) + 12 * S * L * D * G * h
             + 4 * S * K * D * D + 4 * head_rows * d["vocab_size"] * D + 14 * pairs * H * h)
 
-
 # ---------------------------------------------------------------------- speculative decoding and evaluation
-
 
 def pick(logits, temperature, draw):
     """Logits [n, V] -> (tokens [n], probabilities [n, V] or None when greedy)."""
@@ -1138,13 +1088,13 @@ def pick(logits, temperature, draw):
     p = torch.softmax(logits.float() / temperature, -1)
     return torch.multinomial(p, 1, generator=draw)[:, 0], p
 
-
 def verify(draft, draft_p, logits, temperature, draw):
-    """Lossless verification of one block. draft [B-1], its probabilities [B-1, V] (None: certain), the target's
-    logits [B, V] after anchor, draft 1, ... -> (accepted count, next token).
+    """Lossless verification of one block. draft [B-1], its probabilities [B-1, V] (None: certain), the
+    target's logits [B, V] after anchor, draft 1, ... -> (accepted count, next token).
 
-    Greedy: the leading drafts that are the target's argmax. Sampling: draft i is kept with probability min(1, p/q), the
-    first rejection is redrawn from max(p - q, 0), so that the output has the target's distribution (arXiv 2211.17192).
+    Greedy: the leading drafts that are the target's argmax. Sampling: draft i is kept with probability min(1,
+    p/q), the first rejection is redrawn from max(p - q, 0), so that the output has the target's distribution
+    (arXiv 2211.17192).
     """
     if not temperature:
         best = logits.argmax(-1)
@@ -1154,23 +1104,17 @@ def verify(draft, draft_p, logits, temperature, draw):
     for i, token in enumerate(draft.tolist()):
         q = F.one_hot(draft[i], p.shape[1]).float() if draft_p is None else draft_p[i]
         if torch.rand((), generator=draw, device=p.device) * q[token] >= p[i, token]:
-            rest = (p[i] - q).clamp(min=0)
-            return i, int(torch.multinomial(rest, 1, generator=draw))
+            return i, int(torch.multinomial((p[i] - q).clamp(min=0), 1, generator=draw))
     return len(draft), int(torch.multinomial(p[-1], 1, generator=draw))
-
 
 class Reader:
     """The target with its key/value cache and, after each call, the features of the tokens just read."""
 
     def __init__(self, model, taps):
-        self.model, self.taps, self.caught = model, taps, {}
-        self.device = model.device
+        self.model, self.taps, self.device = model, taps, model.device
+        self.caught, _ = tap(decoder_layers(model), taps)
         known = inspect.signature(model.forward).parameters
         self.argument = "cache" if "cache" in known else "past_key_values"  # transformers 5.24 renames it
-        for t in set(taps):
-            decoder_layers(model)[t].register_forward_hook(
-                lambda module, inputs, output, t=t: self.caught.__setitem__(
-                    t, output[0] if isinstance(output, tuple) else output))
 
     def start(self):
         from transformers import DynamicCache
@@ -1178,7 +1122,8 @@ class Reader:
 
     @torch.inference_mode()
     def read(self, tokens, last=0):
-        """Append tokens (list) -> logits [n, V] of the last `last` (0: all); features in self.features [n, K*D]."""
+        """Append tokens (list) -> logits [n, V] of the last `last` (0: all); features [n, K*D] of all of
+        them."""
         ids = torch.tensor([tokens], device=self.device)
         out = self.model(input_ids=ids, use_cache=True, logits_to_keep=last, **{self.argument: self.cache})
         self.length += len(tokens)
@@ -1188,69 +1133,64 @@ class Reader:
 
     def crop(self, length):
         if length < self.length:
-            self.cache.crop(length - self.length)  # negative: that many from the end
+            self.cache.crop(length - self.length)  # negative: so many off the end
             self.length = length
 
-
 class Draft:
-    """The drafter with its own cache of context keys and values. zero: with the features blanked (a control)."""
+    """The drafter with its own cache of context keys and values. zero: with the features blanked, a
+    control."""
 
     def __init__(self, drafter, ends, mask_token_id, length, zero=False):
-        self.drafter, self.ends, self.mask, self.zero = drafter, ends, mask_token_id, zero
+        self.drafter, self.ends, self.mask, self.zero, self.length = drafter, ends, mask_token_id, zero, 0
         weight = drafter.fc.weight
         shape = (length, drafter.layers[0].self_attn.k_proj.out_features // drafter.h, drafter.h)
         self.pairs = [[torch.empty(shape, dtype=weight.dtype, device=weight.device) for _ in range(2)]
                       for _ in drafter.layers]
-        self.length = 0
 
     @torch.inference_mode()
     def __call__(self, tokens, features, temperature, draw):
-        """tokens: all so far, the anchor last; features: of the tokens read since the last call -> draft and its p."""
-        d, B, n = self.drafter, self.drafter.block, len(features)
-        at = torch.arange(self.length, self.length + n, device=features.device)
-        features = features.to(d.fc.weight.dtype)
-        for pair, new in zip(self.pairs, d.context(features * 0 if self.zero else features, at)):
+        """tokens: all so far, the anchor last; features: of those read since the last call -> pick()'s
+        draft."""
+        d, B, n, device = self.drafter, self.drafter.block, len(features), features.device
+        features = features.to(d.fc.weight.dtype) * (0 if self.zero else 1)
+        at = torch.arange(self.length, self.length + n, device=device)
+        for pair, new in zip(self.pairs, d.context(features, at)):
             pair[0][self.length: self.length + n], pair[1][self.length: self.length + n] = new
         self.length += n
-        S, device = self.length, features.device
+        S = self.length
         ids = torch.full((B,), self.mask, device=device)
         ids[0] = tokens[-1]
         x = F.embedding(ids, self.ends["embed"]).to(features.dtype) * self.ends["embed_scale"]
-        one = torch.tensor([S], device=device)
-        q, kv = torch.arange(B, device=device)[:, None], torch.arange(S + B, device=device)[None]
-        attends = [dense_attend(visible(q, kv, one * 0, one, S, B, window, causal) if window or causal else None)
-                   for window, causal in d.rules()]
-        hidden = d(x, S + torch.arange(B, device=device), [(k[:S], v[:S]) for k, v in self.pairs], attends)
+        one, slots = torch.tensor([S], device=device), torch.arange(B, device=device)
+        kv = torch.arange(S + B, device=device)
+        attends = [dense_attend(visible(slots[:, None], kv, one * 0, one, S, B, *rule) if any(rule) else None)
+                   for rule in d.rules()]
+        hidden = d(x, S + slots, [(k[:S], v[:S]) for k, v in self.pairs], attends)
         logits = (hidden[1:] @ self.ends["head"].T.to(hidden.dtype)).float()
         if self.ends["softcap"]:
             logits = self.ends["softcap"] * torch.tanh(logits / self.ends["softcap"])
         return pick(logits, temperature, draw)
 
-
 def prompt_lookup(B, back=3):
-    """A drafter that copies what followed the last occurrence of the last `back` tokens; the yardstick to beat."""
+    """A drafter that copies what followed the last occurrence of the last `back` tokens: the yardstick."""
     def draft(tokens, features, temperature, draw):
-        key = tokens[-back:]
-        for i in range(len(tokens) - back - 1, -1, -1):
-            if tokens[i: i + back] == key:
-                found = (tokens[i + back:] + [0] * B)[: B - 1]
-                break
-        else:
-            found = [0] * (B - 1)
-        return torch.tensor(found, device=features.device), None
+        n, key = len(tokens), tokens[-back:]
+        found = next((i for i in range(n - back - 1, -1, -1) if tokens[i: i + back] == key), n)
+        copied = (tokens[found + back:] + [0] * B)[: B - 1]
+        return torch.tensor(copied, device=features.device), None
     return draft
 
-
 def decode(reader, prompt, new_tokens, end_ids, draft=None, temperature=0.0, draw=None, forced=None):
-    """Decode up to new_tokens after prompt (list of ids), alone or with draft -> (tokens, accepted per round, logits).
+    """Decode up to new_tokens after prompt (list of ids), alone or with draft -> (tokens, accepted a round,
+    logits).
 
-    logits: one [V] row a token, those it was chosen by. forced: read these tokens instead of the chosen ones. An
-    accepted length counts the drafts kept plus the target's own token, up to the end token and the limit.
+    logits: one [V] row a token, those it was chosen by. forced: read these tokens instead of the chosen ones.
+    An accepted length counts the drafts kept plus the target's own token, up to the end token and the limit.
     """
     reader.start()
     logits = reader.read(prompt, last=1)
-    token = int(pick(logits, temperature, draw)[0]) if forced is None else forced[0]
-    out, rounds, kept = [token], [], [logits[0]]
+    out = [int(pick(logits, temperature, draw)[0]) if forced is None else forced[0]]
+    rounds, kept = [], [logits[0]]
     features = reader.features if draft else None
     while out[-1] not in end_ids and len(out) < new_tokens:
         if draft is None:
@@ -1259,85 +1199,48 @@ def decode(reader, prompt, new_tokens, end_ids, draft=None, temperature=0.0, dra
             kept.append(logits[0])
             continue
         block, p = draft(prompt + out, features, temperature, draw)
-        logits = reader.read([out[-1]] + block.tolist())
+        logits = reader.read([out[-1], *block.tolist()])
         n, own = verify(block, p, logits, temperature, draw)
         features = reader.features[: n + 1]
-        new = (block[:n].tolist() + [own])[: new_tokens - len(out)]
-        ends = [i for i, t in enumerate(new) if t in end_ids]
-        new = new[: ends[0] + 1] if ends else new
+        new = [*block[:n].tolist(), own][: new_tokens - len(out)]
+        new = new[: next((i + 1 for i, t in enumerate(new) if t in end_ids), len(new))]
         out, kept = out + new, kept + list(logits[: len(new)])
         rounds.append(len(new))
         reader.crop(len(prompt) + len(out) - 1)  # all but the newest token, which the next round reads
     return out, rounds, kept
 
-
 def lossless(reader, prompt, spec, spec_logits, plain, plain_logits):
-    """Was every token the plain target's own choice? -> (tokens that differ, the largest logit gap among them, noise).
+    """Was every token the plain target's own choice? -> (tokens that differ, largest logit gap of them,
+    noise).
 
-    The reference is one-token decoding of the very prefix that was decoded: the plain run where it is the same, a run
-    forced along the same tokens otherwise. noise: the largest difference, over the tokens in question, between logits
-    read in a block and logits read one by one.
+    The reference is one-token decoding of the very prefix that was decoded: the plain run where it is the
+    same, a run forced along the same tokens otherwise. noise: the largest difference, over all these logits,
+    between reading in a block and reading one by one.
     """
     if spec != plain[: len(spec)]:
         plain_logits = decode(reader, prompt, len(spec), (), forced=spec)[2]
     one, block = torch.stack(plain_logits[: len(spec)]).float(), torch.stack(spec_logits).float()
-    top, chosen = one.max(-1).values, one.gather(1, torch.tensor(spec, device=one.device)[:, None])[:, 0]
-    gaps = top - chosen
+    gaps = one.max(-1).values - one.gather(1, torch.tensor(spec, device=one.device)[:, None])[:, 0]
     return int((gaps > 0).sum()), float(gaps.max()), float((one - block).abs().max())
 
-
-def read_drafter(folder):
-    """An exported folder -> (config, state dict). Both styles of published config are understood. UserError."""
-    from safetensors.torch import load_file
-
-    try:
-        config = json.loads((Path(folder) / "config.json").read_text())
-        state = load_file(Path(folder) / "model.safetensors")
-    except (OSError, ValueError) as e:
-        raise UserError(f"{folder}: no drafter there ({e})") from e
-    inner = config.setdefault("dflash_config", {})
-    for key in ("block_size", "mask_token_id", "target_layer_ids"):
-        a, b = config.get(key), inner.get(key)
-        if a is None and b is None:
-            raise UserError(f"{folder}/config.json names no {key}")
-        if a is not None and b is not None and a != b:
-            raise UserError(f"{folder}/config.json names two values of {key}, {a} and {b}")
-        inner[key] = a if b is None else b
-    config["block_size"] = inner["block_size"]
-    theta = config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta")
-    if theta is None:
-        raise UserError(f"{folder}/config.json names no rope_theta")
-    config["rope_theta"] = float(theta)
-    config.setdefault("layer_types", ["full_attention"] * config["num_hidden_layers"])
-    return config, state
-
-
-def strict_load(drafter, state, where):
-    want = {k: tuple(v.shape) for k, v in drafter.state_dict().items()}
-    have = {k: tuple(v.shape) for k, v in state.items()}
-    wrong = [f"{k} {have.get(k, 'missing')} (expected {want.get(k, 'nothing')})"
-             for k in sorted(want.keys() | have.keys()) if want.get(k) != have.get(k)]
-    if wrong:
-        raise UserError(f"{where}: {len(wrong)} tensors do not fit: " + "; ".join(wrong[:8]))
-    drafter.load_state_dict(state)
-
-
 def read_prompts(path, tokenizer, limit):
-    """JSONL of {"prompt": text} or {"messages": [...]} (a last assistant turn is left out) -> lists of ids."""
+    """JSONL of {"prompt": text} or {"messages": [...]} (a last assistant turn is left out) -> lists of
+    ids."""
     prompts = []
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"--prompts {path}: cannot be read ({e})") from e
+        raise UserError(f"--prompts {path}: cannot be read ({first_line(e)})") from e
     for number, line in enumerate(lines, 1):
         if not line.strip() or len(prompts) == limit:
             continue
         try:
             row = json.loads(line)
-            turns = ([{"role": "user", "content": row["prompt"]}] if "prompt" in row else
-                     clean_messages(row.get("messages")))
+            turns = clean_messages([{"role": "user", "content": row["prompt"]}] if "prompt" in row else
+                                   row.get("messages"))
         except (ValueError, TypeError, AttributeError) as e:
-            raise UserError(f"--prompts {path}, line {number}: neither a prompt nor messages ({e})") from e
+            raise UserError(f"--prompts {path}, line {number}: no prompt, no messages "
+                            f"({first_line(e)})") from e
         turns = turns[:-1] if turns[-1]["role"] == "assistant" else turns
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         prompts.append(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -1345,95 +1248,90 @@ def read_prompts(path, tokenizer, limit):
         raise UserError(f"--prompts {path}: no prompt in it")
     return prompts
 
-
 def held_out_prompts(documents, limit):
     """The held-out chats up to their first reply -> lists of ids."""
     order = documents.held_out[0]
-    chosen = rng(0, len(order)).permutation(order)[:limit]
-    rows = documents.rows.with_format("numpy")[chosen.tolist()] if len(chosen) else {"input_ids": [], "loss_mask": []}
-    return [i[: int(m.argmax())].tolist() for i, m in zip(rows["input_ids"], rows["loss_mask"]) if m.argmax()]
+    chosen = rng(0, len(order)).permutation(order)[:limit].tolist()
+    rows = documents.rows.with_format("numpy")[chosen] if chosen else {"input_ids": [], "loss_mask": []}
+    return [ids[: mask.argmax()].tolist() for ids, mask in zip(rows["input_ids"], rows["loss_mask"])
+            if mask.argmax()]
 
+def compare_decoding(model, taps, drafts, prompts, cfg, end_ids):
+    """Decode every prompt plainly and with each of `drafts` (name -> function: length -> draft), batch 1.
 
-def compare_decoding(model, taps, drafts, prompts, cfg, end_ids, tell=say):
-    """Decode every prompt plainly and with each of `drafts` (name -> function of the length that makes a draft).
-
-    Returns {name: results}; results hold per prompt (tokens, rounds, seconds), the tokens that differ from the plain
-    target's choice, the gap and the noise. "plain" stands first. All in this process, batch 1.
+    Returns {"plain" and each name: {"runs": [(tokens, rounds, seconds)], "differ", "gap", "noise" of
+    lossless()}}.
     """
     device = model.device
     results = {name: {"runs": [], "differ": 0, "gap": 0.0, "noise": 0.0} for name in ("plain", *drafts)}
-    reader_plain, reader = Reader(model, ()), Reader(model, taps)
-    for name, make in drafts.items():  # first calls load kernels; they are nobody's time
-        decode(reader, prompts[0], 2 * cfg.block, (), make(len(prompts[0]) + 4 * cfg.block), cfg.temperature,
-               torch.Generator(device=device).manual_seed(0))
+    plain_reader, reader = Reader(model, ()), Reader(model, taps)
+
+    def timed(name, prompt, new_tokens, seed):
+        draft = drafts[name](len(prompt) + new_tokens + cfg.block + 1) if name != "plain" else None
+        draw = torch.Generator(device=device).manual_seed(seed)
+        begin = time.perf_counter()
+        out, rounds, logits = decode(reader if draft else plain_reader, prompt, new_tokens, end_ids, draft,
+                                     cfg.temperature, draw)  # ends with tokens on the host: none pending
+        return (out, rounds, time.perf_counter() - begin), logits
+
+    for name in results:
+        timed(name, prompts[0], 2 * cfg.block, 0)  # first calls load kernels: nobody's time
     for i, prompt in enumerate(prompts):
-        for turn, name in enumerate(("plain", *drafts)):
-            draw = torch.Generator(device=device).manual_seed(cfg.seed + i)
-            draft = drafts[name](len(prompt) + cfg.new_tokens + cfg.block + 1) if turn else None
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            begin = time.perf_counter()
-            out, rounds, logits = decode(reader if turn else reader_plain, prompt, cfg.new_tokens, end_ids, draft,
-                                         cfg.temperature, draw)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds = time.perf_counter() - begin
-            if not turn:
-                plain, plain_logits = out, logits
-            elif not cfg.temperature:
-                r = results[name]
-                differ, gap, noise = lossless(reader_plain, prompt, out, logits, plain, plain_logits)
-                r["differ"], r["gap"], r["noise"] = r["differ"] + differ, max(r["gap"], gap), max(r["noise"], noise)
-            results[name]["runs"].append((out, rounds, seconds))
+        plain, plain_logits = timed("plain", prompt, cfg.new_tokens, cfg.seed + i)
+        results["plain"]["runs"].append(plain)
+        for name in drafts:
+            run, logits = timed(name, prompt, cfg.new_tokens, cfg.seed + i)
+            r = results[name]
+            r["runs"].append(run)
+            if not cfg.temperature:
+                differ, gap, noise = lossless(plain_reader, prompt, run[0], logits, plain[0], plain_logits)
+                r.update(differ=r["differ"] + differ, gap=max(r["gap"], gap), noise=max(r["noise"], noise))
     return results
 
-
 def mean_accepted(runs):
-    """Tokens after the first, over rounds: what real decoding accepts a round, the target's own token included."""
+    """Tokens after the first over rounds: what real decoding accepts a round, the target's own token
+    included."""
     rounds = [n for _, r, _ in runs for n in r]
     return sum(rounds) / len(rounds) if rounds else float("nan")
 
-
 def decoding_table(results, block, end_ids):
-    """The results of compare_decoding as text, and as one dict for metrics.jsonl."""
-    lines, values = [], {}
-    plain_rate = sum(len(o) for o, _, _ in results["plain"]["runs"]) / sum(s for *_, s in results["plain"]["runs"])
-    lines.append(f"{'':16}{'accepted':>9}{'finished':>9}{'unfinished':>11}{'tokens/s':>10}{'speed-up':>9}{'differ':>8}")
-    lines.append(f"{'plain target':16}{1.0:9.2f}{'':9}{'':11}{plain_rate:10.1f}{1.0:9.2f}")
-    for name, r in list(results.items())[1:]:
-        runs = r["runs"]
-        rate = sum(len(o) for o, _, _ in runs) / sum(s for *_, s in runs)
-        done = [x for x in runs if x[0][-1] in end_ids]
-        rest = [x for x in runs if x[0][-1] not in end_ids]
-        values[name] = {"accepted": mean_accepted(runs), "finished": mean_accepted(done), "unfinished": mean_accepted(rest),
-                        "tokens_per_s": rate, "speedup": rate / plain_rate, "differ": r["differ"], "gap": r["gap"],
-                        "noise": r["noise"], "replies": len(runs), "replies_finished": len(done)}
-        v = values[name]
-        lines.append(f"{name:16}{v['accepted']:9.2f}{v['finished']:9.2f}{v['unfinished']:11.2f}{rate:10.1f}"
-                     f"{v['speedup']:9.2f}{r['differ']:8}")
+    """The results of compare_decoding as lines of text, and as one dict for metrics.jsonl."""
+    columns = ("accepted", "finished", "unfinished", "tokens/s", "speed-up", "differ")
+    lines, values = [" " * 16 + "".join(f"{c:>11}" for c in columns)], {}
+    for name, r in results.items():
+        done, rest = ([x for x in r["runs"] if (x[0][-1] in end_ids) == side] for side in (True, False))
+        rate = sum(len(o) for o, _, _ in r["runs"]) / sum(s for *_, s in r["runs"])
+        v = values[name] = {
+            "accepted": mean_accepted(r["runs"]), "finished": mean_accepted(done),
+            "unfinished": mean_accepted(rest), "replies": len(r["runs"]), "replies_finished": len(done),
+            "tokens_per_s": rate, "differ": r["differ"], "gap": r["gap"], "noise": r["noise"]}
+        v["speedup"] = rate / values["plain"]["tokens_per_s"]
+        if name == "plain":
+            lines.append(f"{'plain target':16}{1:11.2f}{len(done):8} of{len(rest):8} of{rate:11.1f}{1:11.2f}")
+        else:
+            accepted = "".join(f"{v[k]:11.2f}" for k in ("accepted", "finished", "unfinished"))
+            lines.append(f"{name:16}{accepted}{rate:11.1f}{v['speedup']:11.2f}{r['differ']:11}")
     name = list(results)[1]
-    rounds = Counter(n for _, r, _ in results[name]["runs"] for n in r)
-    total = max(sum(rounds.values()), 1)
-    lines.append(f"accepted per round, {name}: " + " ".join(f"{n}:{rounds[n] / total:.0%}" for n in range(1, block + 1)))
-    return lines, {**values, "histogram": [rounds[n] for n in range(1, block + 1)], "plain_tokens_per_s": plain_rate}
-
+    counts = Counter(n for _, r, _ in results[name]["runs"] for n in r)
+    total = max(counts.total(), 1)
+    lines.append(f"accepted a round, {name}: "
+                 + "  ".join(f"{n}: {counts[n] / total:.0%}" for n in range(1, block + 1)))
+    return lines, {**values, "histogram": [counts[n] for n in range(1, block + 1)]}
 
 def judge_lossless(results, exact):
-    """One line on whether drafting changed the output, and whether that is within what was allowed."""
-    worst = max(results.values(), key=lambda r: r["gap"])
-    differ, tokens = sum(r["differ"] for r in results.values()), sum(len(o) for r in results.values()
-                                                                     for o, *_ in r["runs"])
-    noise = max(r["noise"] for r in results.values())
-    ok = differ == 0 if exact else worst["gap"] <= 2 * noise
-    rule = ("none is allowed in float32" if exact else
-            f"allowed up to a logit gap of {2 * noise:.3f}, twice the noise between block and single decoding here; "
-            f"largest gap {worst['gap']:.3f}")
-    return ok, (f"{'lossless' if ok else 'NOT LOSSLESS'}: {differ} of {tokens} tokens differ from the plain target's "
-                f"one-token choice ({rule})")
-
+    """(ok, one line): did drafting change the output, and is that within what is allowed."""
+    differ, tokens = (sum(x) for x in zip(*((r["differ"], sum(len(o) for o, *_ in r["runs"]))
+                                            for r in list(results.values())[1:])))
+    gap, noise = (max(r[k] for r in results.values()) for k in ("gap", "noise"))
+    ok = differ == 0 if exact else gap <= 2 * noise
+    rule = "none may in float32" if exact else (
+        f"a logit gap up to {2 * noise:.3f} is allowed, twice the noise between block and single reading in "
+        "this "
+        f"run; the largest is {gap:.3f}")
+    return ok, (f"{'lossless' if ok else 'NOT LOSSLESS'}: {differ} of {tokens} tokens differ from the plain "
+                f"target's one-token choice ({rule})")
 
 # ------------------------------------------------------------------------------ checkpoint, resume, export
-
 
 def export(folder, config, state):
     """Write what a serving engine loads: config.json and the bf16 cast of the state dict, published names."""
@@ -1443,6 +1341,37 @@ def export(folder, config, state):
     save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
     (Path(folder) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
+def read_drafter(folder):
+    """An exported folder -> (config, state dict). Both styles of published config are understood.
+    UserError."""
+    from safetensors.torch import load_file
+
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text())
+        state = load_file(Path(folder) / "model.safetensors")
+    except Exception as e:  # safetensors' own error is no ValueError
+        raise UserError(f"{folder}: no drafter there ({first_line(e)})") from e
+    inner = config.setdefault("dflash_config", {})
+    for key in ("block_size", "mask_token_id", "target_layer_ids"):
+        found = [v for v in (config.get(key), inner.get(key)) if v is not None]
+        if not found or found[0] != found[-1]:
+            problem = f"has two values, {found}" if found else "is missing"
+            raise UserError(f"{folder}/config.json: {key} {problem}")
+        inner[key] = found[0]
+    config["block_size"] = inner["block_size"]
+    config["rope_theta"] = config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta")
+    if config["rope_theta"] is None:
+        raise UserError(f"{folder}/config.json: rope_theta is missing")
+    config.setdefault("layer_types", ["full_attention"] * config["num_hidden_layers"])
+    return config, state
+
+def strict_load(drafter, state, where):
+    want, have = ({k: tuple(v.shape) for k, v in s.items()} for s in (drafter.state_dict(), state))
+    wrong = [f"{k} {have.get(k, 'missing')} (expected {want.get(k, 'nothing')})"
+             for k in sorted(want.keys() | have.keys()) if want.get(k) != have.get(k)]
+    if wrong:
+        raise UserError(f"{where}: {len(wrong)} tensors do not fit: " + "; ".join(wrong[:8]))
+    drafter.load_state_dict(state)
 
 def checksum(path):
     crc = 0
@@ -1451,15 +1380,15 @@ def checksum(path):
             crc = zlib.crc32(chunk, crc)
     return crc
 
-
 def write_checkpoint(out, step, config, masters, trainer, keep):
-    """checkpoints/step-N as a whole or not at all: write beside, fsync, rename, move `latest`, drop the oldest.
+    """checkpoints/step-N as a whole or not at all: write beside, fsync, rename, move `latest`, drop the
+    oldest.
 
-    masters: fp32 state dict on the CPU; trainer: everything else that resuming needs. OSError when the disk refuses.
+    masters: fp32 state dict on the CPU; trainer: all else that resuming needs. OSError when the disk refuses.
     """
     root = Path(out) / "checkpoints"
     root.mkdir(exist_ok=True)
-    for stale in root.glob(".step-*"):  # our own unfinished writes: the lock is ours, nobody else is writing
+    for stale in root.glob(".step-*"):  # an unfinished write of ours: the lock's holder alone writes
         shutil.rmtree(stale)
     beside, final = root / f".step-{step:08d}", root / f"step-{step:08d}"
     beside.mkdir()
@@ -1467,76 +1396,67 @@ def write_checkpoint(out, step, config, masters, trainer, keep):
     torch.save({"masters": masters, **trainer}, beside / "trainer.pt")
     files = {f.name: [f.stat().st_size, checksum(f)] for f in sorted(beside.iterdir())}
     (beside / "manifest.json").write_text(json.dumps({"step": step, "files": files}))
-    for f in beside.iterdir():
-        fsync_folder(f)
-    fsync_folder(beside)
-    if final.exists():  # only a broken one can stand here: a run goes on from the newest good one
+    for path in (*beside.iterdir(), beside):
+        fsync(path)
+    if final.exists():  # only a broken one can be in the way: the run went on from an older one
         final.rename(root / f"broken-{step:08d}-{time.time_ns()}")
     beside.rename(final)
-    fsync_folder(root)
+    fsync(root)
     atomic_write(root / "latest", final.name + "\n")
     for old in sorted(root.glob("step-*"))[:-keep]:
         shutil.rmtree(old)
 
-
-def find_checkpoint(out, tell=say):
+def find_checkpoint(out):
     """The newest complete checkpoint, or None; broken ones are named and left where they are."""
     for folder in sorted((Path(out) / "checkpoints").glob("step-*"), reverse=True):
         try:
-            manifest = json.loads((folder / "manifest.json").read_text())
-            for name, (size, crc) in manifest["files"].items():
-                if (folder / name).stat().st_size != size:
-                    raise ValueError(f"{name} has {(folder / name).stat().st_size} bytes, not {size}")
-                if checksum(folder / name) != crc:
+            for name, (size, crc) in json.loads((folder / "manifest.json").read_text())["files"].items():
+                if (folder / name).stat().st_size != size or checksum(folder / name) != crc:
                     raise ValueError(f"{name} is not what was written")
             return folder
         except (OSError, ValueError, KeyError) as e:
-            tell(f"checkpoint {folder} is broken and skipped: {e}")
+            say(f"checkpoint {folder} is broken and skipped: {first_line(e)}")
     return None
 
-
 def identity(cfg, config, fingerprint):
-    """What a checkpoint and the run that goes on from it must share, as {name: value}."""
-    values = {k: getattr(cfg, k) for k in IDENTITY if k not in ("data", "target_layer_ids", "mask_token_id", "gamma",
-                                                                "heads", "kv_heads", "head_dim", "ffn")}
-    return {**values, "target_layer_ids": config["dflash_config"]["target_layer_ids"],
-            "mask_token_id": config["dflash_config"]["mask_token_id"], "gamma": cfg.gamma or default_gamma(cfg.block),
-            "heads": config["num_attention_heads"], "kv_heads": config["num_key_value_heads"],
-            "head_dim": config["head_dim"], "ffn": config["intermediate_size"], "data": fingerprint}
-
+    """What a checkpoint and the run that goes on from it must share: all that decides what is learnt or what
+    micro-batch m holds. Flags with a resolved value stand with that."""
+    flags = ("target block layers sliding_window full_layers sliding_bidirectional loss tokens anchors "
+             "max_length"
+             " lr warmup clip seed eval_fraction")
+    return {**{k: getattr(cfg, k) for k in flags.split()}, "data": fingerprint,
+            "gamma": cfg.gamma or default_gamma(cfg.block), "heads": config["num_attention_heads"],
+            "kv_heads": config["num_key_value_heads"], "head_dim": config["head_dim"],
+            "ffn": config["intermediate_size"],
+            **{k: config["dflash_config"][k] for k in ("target_layer_ids", "mask_token_id")}}
 
 def check_identity(saved, now, where):
     for k in now:
         if saved.get(k) != now[k]:
-            raise UserError(f"{where} was trained with {k.replace('_', '-')} {saved.get(k)}, now it is {now[k]}: give the "
-                            "same value, or another --out")
-
+            raise UserError(f"{where} was trained with {k.replace('_', '-')} {saved.get(k)}, now it is "
+                            f"{now[k]}: give"
+                            " the same value, or another --out")
 
 def versions():
     import datasets
     import transformers
 
-    try:
-        import triton
-        triton_version = triton.__version__
-    except ImportError:
-        triton_version = None
-    commit = subprocess.run(["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True)
-    return {"torch": str(torch.__version__), "transformers": transformers.__version__, "datasets": datasets.__version__,
-            "triton": triton_version, "python": sys.version.split()[0], "commit": commit.stdout.strip() or None}
+    git = subprocess.run(["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
+                         capture_output=True, text=True, check=False)
+    return {"torch": str(torch.__version__), "transformers": transformers.__version__,
+            "datasets": datasets.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0],
+            "commit": git.stdout.strip() or None}
 
+# ===========================================================================================================
+# Above this line: pure functions and modules, importable, testable on a CPU. Below it: processes, files,
+# signals, clocks. Read it as a script.
+# ===========================================================================================================
 
-# =========================================================================================================
-# Above this line: pure functions and modules, importable, testable on a CPU. Below it: processes, files, signals,
-# clocks. Read it as a script.
-# =========================================================================================================
-
-# ----------------------------------------------------------------------------------------------- the wire
-
+# ------------------------------------------------------------------------------------------------ the wire
 
 @dataclasses.dataclass
 class Seat:
-    """Who a process is. role: target, drafter or both (colocated); index within the role; T and D of the run."""
+    """Who a process is. role: target, drafter or both (colocated); index within the role; T, D of the run."""
     role: str
     index: int
     T: int
@@ -1544,121 +1464,19 @@ class Seat:
     gpu: int
     device: str
 
-    @property
-    def name(self):
-        where = f"GPU {self.gpu}" if self.device == "cuda" else "CPU process"
-        return f"{'target + drafter' if self.role == 'both' else self.role} {self.index} ({where})"
-
-    @property
-    def world(self):
-        return self.D if self.role == "both" else self.T + self.D
-
-    @property
-    def rank(self):
-        return self.index if self.role != "drafter" else self.T + self.index
-
-
-def connect(seat, meeting, timeout):
-    """Join the run's process group and make every group, all processes in one order. Returns
-    (drafters' gloo group, drafters' gradient group, {(t, d): (header group, feature group)})."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: nothing listens beyond it
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    wait = timedelta(seconds=timeout)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=seat.rank, world_size=seat.world, timeout=wait)
-    fast = "nccl" if seat.device == "cuda" else "gloo"
-    first = 0 if seat.role == "both" else seat.T
-    drafters = list(range(first, first + seat.D))
-    control, gradients = dist.new_group(drafters, wait, "gloo"), dist.new_group(drafters, wait, fast)
-    pairs = {}
-    if seat.role != "both":
-        for t, d in sorted({(m % seat.T, m % seat.D) for m in range(math.lcm(seat.T, seat.D))}):
-            members = [t, seat.T + d]
-            pairs[t, d] = (dist.new_group(members, wait, "gloo"), dist.new_group(members, wait, fast))
-    probe = torch.zeros(1, device=seat.device)
-    if seat.role != "target":
-        dist.all_reduce(probe, group=gradients)
-    for (t, d), (header, features) in pairs.items():  # the first message makes a communicator: now, not in mid-run
-        if seat.rank == t:
-            dist.send(probe, seat.T + d, features)
-        elif seat.rank == seat.T + d:
-            dist.recv(probe, t, features)
-    if seat.device == "cuda":
-        torch.cuda.synchronize()
-    return control, gradients, pairs
-
-
-def header_of(batch, features):
-    """What a hand-over must agree on before a byte of it moves: int64 [6]."""
-    return torch.tensor([batch["m"], batch["held_out"], len(batch["lengths"]), batch["tokens_used"],
-                         zlib.crc32(batch["ids"].tobytes()), features.numel() * features.element_size()])
-
-
-def check_header(mine, theirs):
-    if not torch.equal(mine, theirs):
-        raise RuntimeError("the wire: target and drafter disagree on (m, held out, rows, tokens, checksum, bytes): "
-                           f"{theirs.tolist()} came, {mine.tolist()} expected")
-
-
-# ------------------------------------------------------------------------------------------ target worker
-
-
-def compute_dtype(device):
-    return torch.bfloat16 if device == "cuda" else torch.float32
-
-
-def feature_buffer(job, device):
-    K, D = len(job.config["dflash_config"]["target_layer_ids"]), job.config["hidden_size"]
-    return torch.zeros(job.cfg.tokens, K * D, dtype=compute_dtype(device), device=device)
-
-
-def target_worker(seat, job, stop):
-    """Run the target over the micro-batches m = index mod T and hand the features to drafter m mod D."""
-    cfg, taps, device = job.cfg, job.config["dflash_config"]["target_layer_ids"], seat.device
-    _, _, pairs = connect(seat, job.meeting, cfg.stall_timeout)
-    base = load_target(cfg.target, compute_dtype(device), max(taps) + 1).base_model.to(device)  # the head goes
-    layers = decoder_layers(base)
-    buffers, sent = [feature_buffer(job, device) for _ in range(2)], [None, None]
-    wire = torch.cuda.Stream() if device == "cuda" else None
-    dist.barrier()  # everyone is loaded and compiled
-    turn = 0
-    for kind, i in schedule(job.step, job.m, job.total, seat.D * cfg.accumulation, cfg.eval_every, job.n_eval):
-        if i % seat.T != seat.index:
-            continue
-        batch = micro_batch(job.documents, cfg, i, kind == "eval")
-        if not batch["blocks"]:
-            continue
-        features, peer = buffers[turn], seat.T + i % seat.D
-        if sent[turn] is not None:
-            sent[turn].synchronize() if wire else sent[turn].wait()
-        capture(base, layers, taps, batch, features)
-        header, group = pairs[seat.index, i % seat.D]
-        if wire:
-            torch.cuda.current_stream().synchronize()  # the header says "ready", so that no receive ever spins
-        dist.send(header_of(batch, features), peer, header)
-        with torch.cuda.stream(wire):  # a None stream is no stream: on a CPU this does nothing
-            work = dist.isend(features, peer, group)
-            if wire:
-                work.wait()
-                work = torch.cuda.Event()
-                work.record(wire)
-        sent[turn], turn = work, 1 - turn
-    for work in sent:
-        if work is not None:
-            work.synchronize() if wire else work.wait()
-    return {}
-
-
-# ----------------------------------------------------------------------------------------- drafter worker
-
+    def __post_init__(self):
+        where = f"GPU {self.gpu}" if self.device == "cuda" else f"CPU process {self.gpu}"
+        self.name = f"{'target + drafter' if self.role == 'both' else self.role} {self.index} ({where})"
+        self.world = self.D if self.role == "both" else self.T + self.D
+        self.rank = self.T + self.index if self.role == "drafter" else self.index
 
 @dataclasses.dataclass
 class Job:
-    """All that main has resolved and every worker needs."""
+    """All that main has resolved and every worker of a run needs."""
     cfg: Config
     config: dict  # the drafter's config.json
     documents: Documents
-    mask_token_id: int
-    out: str
+    out: Path
     meeting: str  # rendezvous file
     checkpoint: str  # folder to resume from, or ""
     identity: dict
@@ -1667,85 +1485,156 @@ class Job:
     total: int  # micro-batches of the whole run
     n_eval: int
 
+def connect(seat, meeting, timeout):
+    """Join the run's process group and make every group, all processes in one order -> (drafters' gloo group,
+    drafters' gradient group, {(t, d): (header group, feature group)})."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: nothing listens beyond it
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    wait = timedelta(seconds=timeout)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=seat.rank, world_size=seat.world,
+                            timeout=wait)
+    fast = "nccl" if seat.device == "cuda" else "gloo"
+    drafters = list(range(seat.world - seat.D, seat.world))
+    control, gradients = dist.new_group(drafters, wait, "gloo"), dist.new_group(drafters, wait, fast)
+    pairs = {}
+    if seat.role != "both":
+        for t, d in sorted({(m % seat.T, m % seat.D) for m in range(math.lcm(seat.T, seat.D))}):
+            pairs[t, d] = [dist.new_group([t, seat.T + d], wait, backend) for backend in ("gloo", fast)]
+    probe = torch.zeros(1, device=seat.device)  # a first message makes the communicator: now, not in mid-run
+    if seat.role != "target":
+        dist.all_reduce(probe, group=gradients)
+    for (t, d), (_, features) in pairs.items():
+        if seat.rank == t:
+            dist.send(probe, seat.T + d, features)
+        elif seat.rank == seat.T + d:
+            dist.recv(probe, t, features)
+    return control, gradients, pairs
+
+def header_of(batch, features):
+    """What both sides of a hand-over must agree on before a byte of it moves: int64 [6]."""
+    return torch.tensor([batch["m"], batch["held_out"], len(batch["lengths"]), batch["tokens_used"],
+                         zlib.crc32(batch["ids"].tobytes()), features.numel() * features.element_size()])
+
+def check_header(mine, theirs):
+    if not torch.equal(mine, theirs):
+        raise RuntimeError("the wire: target and drafter differ on [m, held out, rows, tokens, checksum, "
+                           "bytes], "
+                           f"{theirs.tolist()} came, {mine.tolist()} was expected")
+
+# ------------------------------------------------------------------------------------------- target worker
+
+def compute_dtype(device):
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+def feature_buffer(job, device):
+    width = len(job.config["dflash_config"]["target_layer_ids"]) * job.config["hidden_size"]
+    return torch.zeros(job.cfg.tokens, width, dtype=compute_dtype(device), device=device)
+
+def target_worker(seat, job, stop):
+    """Run the target over the micro-batches m = index mod T and hand the features to drafter m mod D."""
+    cfg, taps, cuda = job.cfg, job.config["dflash_config"]["target_layer_ids"], seat.device == "cuda"
+    _, _, pairs = connect(seat, job.meeting, cfg.stall_timeout)
+    base = load_target(cfg.target, compute_dtype(seat.device), max(taps) + 1).base_model.to(seat.device)
+    layers = decoder_layers(base)
+    buffers, sent = [feature_buffer(job, seat.device) for _ in range(2)], [None, None]
+    wire = torch.cuda.Stream() if cuda else None
+    dist.barrier()  # everyone is loaded and compiled
+    turn, group_size = 0, seat.D * cfg.accumulation
+    for kind, i in schedule(job.step, job.m, job.total, group_size, cfg.eval_every, job.n_eval):
+        if i % seat.T != seat.index:
+            continue
+        batch = micro_batch(job.documents, cfg, i, kind == "eval")
+        if not batch["blocks"]:  # the drafter knows it too
+            continue
+        if sent[turn] is not None:  # the buffer is free once its last message has left
+            sent[turn].synchronize() if cuda else sent[turn].wait()
+        capture(base, layers, taps, batch, buffers[turn])
+        header, group = pairs[seat.index, i % seat.D]
+        if cuda:
+            torch.cuda.current_stream().synchronize()  # the header says "ready": no receive ever spins
+        dist.send(header_of(batch, buffers[turn]), seat.T + i % seat.D, header)
+        with torch.cuda.stream(wire):  # None on a CPU: then this does nothing
+            sent[turn] = dist.isend(buffers[turn], seat.T + i % seat.D, group)
+            if cuda:
+                sent[turn].wait()  # on the wire's stream, not on the host
+                sent[turn] = wire.record_event()
+        turn = 1 - turn
+    for work in sent:
+        if work is not None:
+            work.synchronize() if cuda else work.wait()
+    return {}
+
+# ------------------------------------------------------------------------------------------ drafter worker
+
+PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "B300": 2250}  # dense bf16, data sheets
 
 def to_device(batch, device):
     """The arrays that the graph reads, as tensors on the device."""
-    out = {}
-    for k, kind in (("positions", np.int32), ("start", np.int32), ("anchor", np.int32), ("tokens", np.int64),
-                    ("valid", np.bool_)):
-        x = torch.from_numpy(np.ascontiguousarray(batch[k], dtype=kind))
-        out[k] = x.pin_memory().to(device, non_blocking=True) if device == "cuda" else x
-    return out
+    kinds = {"positions": np.int32, "start": np.int32, "anchor": np.int32, "tokens": np.int64, "valid": bool}
+    host = {k: torch.from_numpy(np.ascontiguousarray(batch[k], dtype=kind)) for k, kind in kinds.items()}
+    if device != "cuda":
+        return host
+    return {k: x.pin_memory().to(device, non_blocking=True) for k, x in host.items()}
 
-
-class Tracker:
-    """Weights & Biases, which may fail as it likes: the first failure is said, then it is left alone."""
-
-    def __init__(self, cfg, job):
-        self.run = None
-        if not cfg.wandb:
-            return
+def open_tracker(cfg, out):
+    """-> a function (kind, values) that logs to Weights & Biases. Training never depends on it: its first
+    failure is said, and from there it does nothing."""
+    run = []
+    def attempt(action):
         try:
-            import wandb
-            file = Path(job.out) / "wandb_id"
-            if not file.exists():
-                atomic_write(file, wandb.util.generate_id())
-            mode = "online" if os.environ.get("WANDB_API_KEY") or wandb.api.api_key else "offline"
-            self.run = wandb.init(project=cfg.wandb, id=file.read_text().strip(), resume="allow", dir=job.out,
-                                  mode=os.environ.get("WANDB_MODE", mode), config=dataclasses.asdict(cfg))
+            action()
         except Exception as e:  # whatever the tracker does, training goes on; it is said here
-            say(f"wandb is off: {type(e).__name__}: {e}")
+            say(f"wandb is off from here ({type(e).__name__}: {first_line(e)})")
+            run.clear()
 
-    def log(self, kind, values):
-        if self.run is None:
-            return
-        try:
-            flat = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, (int, float))}
-            for k, v in enumerate(values.get("position_accuracy") or (), 1):
-                flat[f"{kind}/accuracy_{k}"] = v
-            self.run.log({**flat, "train_step": values["step"]})
-        except Exception as e:  # as above
-            say(f"wandb is off from here: {type(e).__name__}: {e}")
-            self.run = None
+    def start():
+        import wandb
+        file = out / "wandb_id"
+        if not file.exists():
+            atomic_write(file, wandb.util.generate_id())
+        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+        run.append(wandb.init(project=cfg.wandb, id=file.read_text().strip(), resume="allow", dir=out,
+                              mode=mode, config=dataclasses.asdict(cfg)))
 
-    def close(self):
-        if self.run is not None:
-            self.run.finish(quiet=True)
+    def log(kind, values):
+        flat = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, (int, float))}
+        flat |= {f"{kind}/accuracy_{k}": v for k, v in enumerate(values.get("position_accuracy") or (), 1)}
+        if run:
+            attempt(lambda: run[0].log(flat | {"step": values["step"]}))
+            if kind == "end" and run:
+                attempt(lambda: run[0].finish(quiet=True))
 
-
-PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "B300": 2250, "L40S": 362}  # bf16, vendors' sheets
-
+    if cfg.wandb:
+        attempt(start)
+    return log
 
 def drafter_worker(seat, job, stop):
-    """The training loop, open. Every drafter walks the same steps; drafter 0 also tells, saves and exports."""
-    cfg, config, device = job.cfg, job.config, seat.device
-    lead, both, D, A = seat.index == 0, seat.role == "both", seat.D, cfg.accumulation
-    taps, n_eval = config["dflash_config"]["target_layer_ids"], job.n_eval
-    out, dtype, cuda = Path(job.out), compute_dtype(device), device == "cuda"
+    """The training loop, open. Every drafter walks the same steps; drafter 0 also tells, saves and
+    exports."""
+    cfg, config, device, D, A = job.cfg, job.config, seat.device, seat.D, job.cfg.accumulation
+    lead, both, cuda, out = seat.index == 0, seat.role == "both", seat.device == "cuda", job.out
+    taps, mask_token_id = (config["dflash_config"][k] for k in ("target_layer_ids", "mask_token_id"))
+    step, m, total, dtype = job.step, job.m, job.total, compute_dtype(device)
+    gamma = cfg.gamma or default_gamma(cfg.block)
 
     def beat(phase):
         if lead:
             heartbeat(out, phase, step, m)
 
     # --- who is here, what is frozen, what learns
-    step, m, total = job.step, job.m, job.total
     beat("loading")
     control, gradients, pairs = connect(seat, job.meeting, cfg.stall_timeout)
     model = load_target(cfg.target, dtype, max(taps) + 1 if both else 0).to(device)
-    ends = frozen_ends(model)
-    base = model.base_model if both else None
-    target_layers = decoder_layers(base) if both else None
-    del model
-
+    ends, base = frozen_ends(model), model.base_model if both else None
+    layers = decoder_layers(base) if both else None
     drafter = Drafter(config)
     drafter.initialise(cfg.seed)
-    saved = torch.load(Path(job.checkpoint) / "trainer.pt", mmap=True) if job.checkpoint else None
+    saved = torch.load(f"{job.checkpoint}/trainer.pt", "cpu", mmap=True) if job.checkpoint else None
     if saved:
         drafter.load_state_dict(saved["masters"])
-    drafter.to(device)
-    parameters = list(drafter.parameters())
+    parameters = list(drafter.to(device).parameters())
     size = sum(p.numel() for p in parameters)
-    # One flat buffer holds every gradient and, behind them, the counters with the loss divisor: one reduction a step.
+    # One flat buffer holds all gradients and, behind them, the counters with the loss divisor: one reduction.
     flat = torch.zeros(size + COUNTERS + 2 * (cfg.block - 1), device=device)
     counters = flat[size:]
     for p, view in zip(parameters, flat[:size].split([p.numel() for p in parameters])):
@@ -1753,46 +1642,42 @@ def drafter_worker(seat, job, stop):
     optimizer = torch.optim.AdamW(parameters, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     if saved:
         optimizer.load_state_dict(saved["optimizer"])
-    del saved
+    del saved, model
 
     # --- one graph, compiled once: drafter 0 first, the others find its cache
-    step_fn = torch.compile(drafter_step, fullgraph=True, dynamic=False) if cuda else drafter_step
     features = feature_buffer(job, device)
+    graph = torch.compile(drafter_step, fullgraph=True, dynamic=False) if cuda else drafter_step
 
-    def run_graph(batch):
-        x = batch["tensors"]
-        return step_fn(drafter, ends, features, x["positions"], x["start"], x["anchor"], x["tokens"], x["valid"],
-                       job.mask_token_id, cfg.loss, cfg.gamma or default_gamma(cfg.block))
+    def run_graph(x):
+        arrays = (x[k] for k in ("positions", "start", "anchor", "tokens", "valid"))
+        return graph(drafter, ends, features, *arrays, mask_token_id, cfg.loss, gamma)
 
     beat("compiling")
-    compile_begin = time.perf_counter()
+    begin = time.perf_counter()
     for turn in (True, False):
         if lead == turn:
-            ids = np.zeros(cfg.tokens, np.int64)
-            whole = np.zeros(cfg.tokens, np.int64), np.full(cfg.tokens, cfg.tokens)
-            rows, gradient, _ = run_graph({"tensors": to_device({
-                "positions": ids, **blocks_of(ids, ids == 0, *whole, cfg.anchors, cfg.block, rng(0))}, device)})
+            whole = np.zeros(cfg.tokens, np.int64)  # one document, all of it supervised
+            rows, gradient, _ = run_graph(to_device({"positions": np.arange(cfg.tokens), **blocks_of(
+                whole, whole == 0, whole, whole + cfg.tokens, cfg.anchors, cfg.block, rng(0))}, device))
             rows.backward(gradient)
             del rows, gradient
             flat.zero_()
-            if cuda:
-                torch.cuda.synchronize()
+            torch.cuda.synchronize() if cuda else None
         dist.barrier(control)
-    if both:
-        warm = micro_batch(job.documents, cfg, m)
-        capture(base, target_layers, taps, warm, features)
     if cuda:
         torch.compiler.set_stance("fail_on_recompile")  # from here on a compilation is an error
     if lead:
-        say(f"compiled and warm after {time.perf_counter() - compile_begin:.1f} s" if cuda else "ready (no graph on a CPU)")
+        say(f"one graph, compiled and warm after {time.perf_counter() - begin:.1f} s" if cuda else "ready")
 
-    # --- the hand-over: the next micro-batch is fetched when this one's work is launched
+    # --- the hand-over: the next micro-batch is fetched as soon as the work on this one is launched
     wire = torch.cuda.Stream() if cuda else None
-    mine = ((kind, i) for kind, i in schedule(step, m, total, D * A, cfg.eval_every, n_eval) if i % D == seat.index)
-    times = {"data": 0.0, "host_wait": 0.0}
-    waits = []  # pairs of CUDA events around the GPU's wait for features
+    whole_run = schedule(step, m, total, D * A, cfg.eval_every, job.n_eval)
+    mine = ((kind, i) for kind, i in whole_run if i % D == seat.index)
+    times, waits = Counter(), []  # host seconds; pairs of CUDA events around the GPU's wait for features
 
     def fetch():
+        """The next micro-batch of this drafter, its features under way or there. None at the end of the
+        run."""
         kind, i = next(mine, (None, None))
         if kind is None:
             return None
@@ -1800,129 +1685,115 @@ def drafter_worker(seat, job, stop):
         batch = micro_batch(job.documents, cfg, i, kind == "eval")
         batch["tensors"] = to_device(batch, device)
         times["data"] += time.perf_counter() - begin
-        if not batch["blocks"]:
-            return batch
-        if both:
-            capture(base, target_layers, taps, batch, features)
-            return batch
-        t = i % seat.T
-        header, group = pairs[t, seat.index]
-        mine_says, says = header_of(batch, features), torch.zeros(6, dtype=torch.int64)
-        begin = time.perf_counter()
-        dist.recv(says, t, header)
-        check_header(mine_says, says)
-        if cuda:
-            wire.wait_stream(torch.cuda.current_stream())  # the buffer is free once the last graph is through
+        if batch["blocks"] and both:
+            capture(base, layers, taps, batch, features)
+        elif batch["blocks"]:
+            t, begin = i % seat.T, time.perf_counter()
+            header, group = pairs[t, seat.index]
+            theirs = torch.zeros(6, dtype=torch.int64)
+            dist.recv(theirs, t, header)
+            check_header(header_of(batch, features), theirs)
+            if cuda:
+                wire.wait_stream(torch.cuda.current_stream())  # the buffer is free once the graph is through
             with torch.cuda.stream(wire):
                 dist.irecv(features, t, group).wait()
-        else:
-            dist.recv(features, t, group)
-        times["host_wait"] += time.perf_counter() - begin
+            times["wait"] += time.perf_counter() - begin
         return batch
 
-    def arrive():
+    def features_arrive():
         if cuda and not both:
-            around = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            around[0].record()
+            waits.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
+            waits[-1][0].record()
             torch.cuda.current_stream().wait_stream(wire)
-            around[1].record()
-            waits.append(around)
+            waits[-1][1].record()
 
     # --- what is told and kept
-    tracker = Tracker(cfg, job) if lead else None
-    log_path = {"out": out}
-
-    def tell(kind, **values):
-        write_metric(log_path["out"], kind, step=step, micro_batches=m, **values)
-        tracker.log(kind, {"step": step, **values})
-
+    track = open_tracker(cfg, out) if lead else None
     steps_total = step + -(-(total - m) // (D * A))
-    width = len(str(steps_total))
-    d_flops = step_flops(config, cfg.tokens, cfg.anchors, cfg.anchors * (cfg.block - 1), 0)
+    flops = step_flops(config, cfg.tokens, cfg.anchors, cfg.anchors * (cfg.block - 1), 0)
     peak = next((v for k, v in PEAK_TFLOPS.items() if cuda and k in torch.cuda.get_device_name()), None)
-    writer = {"thread": None, "error": None}
-
-    def finish_save():
-        if writer["thread"]:
-            writer["thread"].join()
-            if writer["error"]:
-                say(f"saving failed, training goes on, the next save tries again: {writer['error']}")
-            writer["thread"] = None
-        return writer["error"] is None
-
-    def save(final):
-        """Copy to the host now, write behind: the GPU goes on while the disk writes."""
-        beat("saving")
-        mark = torch.stack([p.detach().view(torch.int32).sum(dtype=torch.int64) for p in parameters]).sum().cpu()
-        marks = [torch.zeros_like(mark) for _ in range(D)]
-        dist.all_gather(marks, mark, group=control)
-        if any(not torch.equal(x, mark) for x in marks):
-            raise RuntimeError(f"the drafters' weights differ at step {step}: checksums {[int(x) for x in marks]}")
-        if not lead:
-            return True
-        finish_save()
-        writer["error"] = None
-
-        def on_host(x):
-            return x.detach().to("cpu", copy=True) if isinstance(x, torch.Tensor) else x
-
-        masters = {k: on_host(v) for k, v in drafter.state_dict().items()}
-        moments = optimizer.state_dict()
-        moments["state"] = {i: {k: on_host(v) for k, v in s.items()} for i, s in moments["state"].items()}
-        trainer = {"optimizer": moments, "step": step, "micro_batches": m, "total": total, "identity": job.identity,
-                   "accumulation": A, "drafters": D, "versions": versions()}
-        at = step
-
-        def write():
-            try:
-                write_checkpoint(out, at, config, masters, trainer, cfg.keep)
-            except OSError as e:
-                writer["error"] = f"step {at}: {e}"
-
-        writer["thread"] = threading.Thread(target=write)
-        writer["thread"].start()
-        tell("save", checkpoint=f"step-{step:08d}", final=final)
-        return finish_save() if final else True
-
-    dist.barrier()  # targets may send from here on
-    begin_run = mark_time = time.perf_counter()
-    paused = 0.0
-    summed = torch.zeros_like(counters)  # counters since the last log line, all drafters
-    health = torch.zeros(3, device=device)  # steps skipped since the last log line, skipped in a row, last gradient norm
-    context_tokens, at_log = 0, step
-    stop_flag, stop_work, stopping = torch.zeros(1, dtype=torch.int32), None, False
     bar = None
     if lead and sys.stderr.isatty():
         from tqdm import tqdm
         bar = tqdm(total=steps_total, initial=step, desc="training", unit="step", file=sys.stderr)
+
+    def tell(kind, line, **values):
+        if line:
+            bar.write(line, file=sys.stdout) if bar else say(line)
+        write_metric(out, kind, step=step, micro_batches=m, **values)
+        track(kind, {"step": step, **values})
+
+    writing = {"thread": None, "error": None}
+
+    def finish_save():
+        if writing["thread"]:
+            writing["thread"].join()
+            if writing["error"]:
+                say(f"a save failed, training goes on and the next save tries again: {writing['error']}")
+            writing["thread"] = None
+
+    def save():
+        """Copy to the host now, write behind: the GPU goes on while the disk writes."""
+        beat("saving")
+        mark = sum(p.detach().view(torch.int32).sum(dtype=torch.int64) for p in parameters).cpu()
+        marks = [torch.zeros_like(mark) for _ in range(D)]
+        dist.all_gather(marks, mark, group=control)
+        if any(not torch.equal(x, mark) for x in marks):
+            raise RuntimeError(f"the drafters' weights differ at step {step}, checksums "
+                               f"{[int(x) for x in marks]}")
+        if not lead:
+            return
+        finish_save()
+        writing["error"] = None
+        def on_host(tensors):
+            return {k: v.detach().to("cpu", copy=True) for k, v in tensors.items()}
+
+        moments, masters = optimizer.state_dict(), on_host(drafter.state_dict())
+        moments["state"] = {i: on_host(s) for i, s in moments["state"].items()}
+        trainer = {"optimizer": moments, "step": step, "micro_batches": m, "total": total, "accumulation": A,
+                   "drafters": D, "identity": job.identity, "versions": versions()}
+
+        def write(step=step):
+            try:
+                write_checkpoint(out, step, config, masters, trainer, cfg.keep)
+            except OSError as e:
+                writing["error"] = f"step {step}: {e}"
+
+        writing["thread"] = threading.Thread(target=write)
+        writing["thread"].start()
+        tell("save", "", checkpoint=f"step-{step:08d}")
+
+    dist.barrier()  # targets may send from here on
+    begin = mark_time = time.perf_counter()
+    paused, context_tokens, at_log, last_eval = 0.0, 0, step, {}
+    summed = torch.zeros_like(counters)  # counters of all drafters since the last log line
+    health = torch.zeros(3, device=device)  # steps skipped since the last line, in a row, gradient norm
+    stop_flag, agreement, stopping = torch.zeros(1, dtype=torch.int32), None, False
     batch = fetch()
-    last_eval = {}
-    # ------------------------------------------------------------------------------- the training loop
+    # --------------------------------------------------------------------------------- the training loop
     while m < total and not stopping:
         beat("training")
-        rate = learning_rate(cfg, m, total)
         flat.zero_()
         for i in range(m, min(m + D * A, total)):
             if i % D != seat.index:
                 continue
-            assert batch["m"] == i and not batch["held_out"], f"drafter {seat.index} holds {batch['m']}, not {i}"
+            assert (batch["m"], batch["held_out"]) == (i, False), f"{seat.name} holds {batch['m']}, not {i}"
             if batch["blocks"]:
-                arrive()
-                rows, gradient, found = run_graph(batch)
+                features_arrive()
+                rows, gradient, found = run_graph(batch["tensors"])
                 rows.backward(gradient)  # adds to the views of `flat`
                 counters += found
                 del rows, gradient
-                context_tokens += batch["tokens_used"]
+            context_tokens += batch["tokens_used"]
             batch = fetch()
         dist.all_reduce(flat, group=gradients)
-        # Sums over everyone; divided once, then clipped, both inside the optimizer's own kernel, as is the skip.
+        # Sums over everyone, divided once, then clipped: both inside the optimizer's kernel, as is the skip.
         divisor = counters[1]
         norm = torch.linalg.vector_norm(flat[:size]) / divisor
         ok = torch.isfinite(norm) & (divisor > 0)
         optimizer.grad_scale = torch.where(ok, divisor * (norm / cfg.clip).clamp(min=1), 1.0)
         optimizer.found_inf = (~ok).float()
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        optimizer.param_groups[0]["lr"] = rate = learning_rate(cfg, m, total)
         optimizer.step()
         step, m = step + 1, min(m + D * A, total)
         summed += torch.where(torch.isfinite(counters), counters, 0)
@@ -1930,355 +1801,455 @@ def drafter_worker(seat, job, stop):
         health = torch.stack([health[0] + skipped, (health[1] + skipped) * skipped, norm])
 
         # --- do all agree to stop? one integer, read one step late, so that nobody waits for it
-        if stop_work is not None:
-            stop_work.wait()
+        if agreement is not None:
+            agreement.wait()
             stopping = bool(stop_flag.item())
         stop_flag = torch.tensor([stop.value], dtype=torch.int32)
-        stop_work = dist.all_reduce(stop_flag, dist.ReduceOp.MAX, group=control, async_op=True)
+        agreement = dist.all_reduce(stop_flag, dist.ReduceOp.MAX, group=control, async_op=True)
 
         if step % cfg.log_every == 0 or m >= total or stopping or step == job.step + 1:
-            c, (skips, in_a_row, norm_now) = summed.tolist(), health.tolist()  # the host waits for the GPU here only
+            c, (skips, in_a_row, norm) = summed.tolist(), health.tolist()  # only here the host awaits the GPU
+            values, steps = read_counters(c), step - at_log
+            seconds = max(time.perf_counter() - mark_time - paused, 1e-9)
+            wait_ms = sum(a.elapsed_time(b) for a, b in waits) if cuda else times["wait"] * 1e3
+            memory = torch.cuda.max_memory_reserved() if cuda else 1024 * resource.getrusage(0).ru_maxrss
+            values |= {"lr": rate, "grad_norm": norm, "tokens_per_s": context_tokens * D / seconds,
+                       "rows_per_s": values["blocks"] * cfg.block / seconds, "ms": seconds / steps * 1e3,
+                       "mfu": flops * A * steps / seconds / peak / 1e12 if peak else None,
+                       "wait_ms": wait_ms / steps, "data_ms": times["data"] / steps * 1e3,
+                       "mem_gib": gib(memory), "eta_s": seconds / steps * (steps_total - step),
+                       "skipped_steps": int(skips)}
+            line = (f"step {step:{len(str(steps_total))}}/{steps_total}  loss {values['loss']:.4f}  "
+                    f"accept {values['accept_len']:.3f}  lr {rate:.1e}  norm {norm:.2f}  "
+                    f"{values['tokens_per_s']:,.0f} tok/s  {values['ms']:.0f} ms (wait "
+                    f"{values['wait_ms']:.0f})"
+                    f"  {values['mem_gib']:.1f} GiB  eta {span(values['eta_s'])}")
+            if skips or c[6]:
+                line += f"  NOT FINITE: {int(skips)} steps skipped, {int(c[6])} features blanked"
             if lead:
-                now = time.perf_counter()
-                steps = step - at_log
-                seconds = max(now - mark_time - paused, 1e-9)
-                values = read_counters(c)
-                gpu_wait = sum(a.elapsed_time(b) for a, b in waits) if cuda else times["host_wait"] * 1e3
-                per = seconds / steps
-                memory = gib(torch.cuda.max_memory_reserved()) if cuda else gib(__import__("resource").getrusage(0).ru_maxrss * 1024)
-                everyone = context_tokens * D / seconds
-                values.update(lr=rate, grad_norm=norm_now, tokens_per_s=everyone, rows_per_s=values["blocks"] * cfg.block / seconds,
-                              mfu=d_flops * A * steps / seconds / peak / 1e12 if peak else None, ms=per * 1e3,
-                              wait_ms=gpu_wait / steps, data_ms=times["data"] * 1e3 / steps, mem_gib=memory,
-                              eta_s=per * (steps_total - step), skipped_steps=int(skips), restarts_in_a_row=int(in_a_row))
-                tell("train", **values)
-                line = (f"step {step:{width}}/{steps_total}  loss {values['loss']:.4f}  accept {values['accept_len']:.3f}  "
-                        f"lr {rate:.2e}  norm {norm_now:.2f}  {everyone:,.0f} tok/s  {per * 1e3:.0f} ms "
-                        f"(wait {gpu_wait / steps:.0f})  {memory:.1f} GiB  eta {span(values['eta_s'])}")
-                if skips or values["bad_positions"]:
-                    line += f"  SKIPPED {int(skips)} steps, {values['bad_positions']} features not finite"
-                bar.write(line, file=sys.stdout) if bar else say(line)
+                tell("train", line, **values)
             if in_a_row >= 10:
-                raise Diverged(f"10 optimizer steps in a row were not finite, the last at step {step}: lower --lr, or "
-                               "look at the data of these micro-batches")
-            if c[6] > 0.01 * context_tokens and c[6] > 0:
-                raise Diverged(f"{int(c[6])} of {context_tokens} features since the last line are not finite: the target "
-                               "overflows in this dtype, or its checkpoint is damaged")
+                raise Diverged(f"the last 10 optimizer steps, up to {step}, were not finite: lower --lr")
+            if c[6] > 0.01 * context_tokens * D:
+                raise Diverged(f"{int(c[6])} features since the last line are not finite, more than 1%: the "
+                               "target"
+                               " overflows, or its checkpoint is damaged")
             summed.zero_()
             health[0] = 0
             waits.clear()
-            times.update(data=0.0, host_wait=0.0)
+            times.clear()
             mark_time, paused, context_tokens, at_log = time.perf_counter(), 0.0, 0, step
         if bar:
             bar.update(1)
 
         # --- once in a while: evaluate (the same graph, no backward), save
-        pause_begin = time.perf_counter()
+        pause = time.perf_counter()
         if step % cfg.eval_every == 0 or m >= total:
             beat("evaluating")
-            found_all = torch.zeros_like(counters)
-            for j in range(seat.index, n_eval, D):
-                assert batch["m"] == j and batch["held_out"]
+            found = torch.zeros_like(counters)
+            for j in range(seat.index, job.n_eval, D):
+                assert (batch["m"], batch["held_out"]) == (j, True), f"{seat.name} holds {batch['m']}"
                 if batch["blocks"]:
-                    arrive()
-                    found_all += run_graph(batch)[2]
+                    features_arrive()
+                    found += run_graph(batch["tensors"])[2]
                 batch = fetch()
-            dist.all_reduce(found_all, group=gradients)
-            if lead and n_eval:
-                last_eval = read_counters(found_all.tolist())
-                tell("eval", **last_eval)
-                accuracy = " ".join(f"{a:.2f}" if a is not None else "-" for a in last_eval["position_accuracy"])
-                text = (f"eval at {step}: loss {last_eval['loss']:.4f}  accept {last_eval['accept_len']:.3f} "
-                        f"(whole blocks {last_eval['accept_len_whole']:.3f})  by slot {accuracy}")
-                bar.write(text, file=sys.stdout) if bar else say(text)
-        saved_well = True
+            dist.all_reduce(found, group=gradients)
+            if lead and job.n_eval:
+                last_eval = read_counters(found.tolist())
+                slots = " ".join(f"{a:.2f}" if a is not None else "-" for a in last_eval["position_accuracy"])
+                line = (f"eval at {step}: loss {last_eval['loss']:.4f}  accept {last_eval['accept_len']:.3f} "
+                        " whole "
+                        f"blocks {last_eval['accept_len_whole']:.3f}  by slot {slots}")
+                tell("eval", line, **last_eval)
         if step % cfg.save_every == 0 or m >= total or stopping:
-            saved_well = save(final=m >= total or stopping)
-        paused += time.perf_counter() - pause_begin
-    # -------------------------------------------------------------------------- end of the training loop
-    if bar:
-        bar.close()
-    if stop_work is not None:
-        stop_work.wait()  # a peer may still be in it
+            save()
+        paused += time.perf_counter() - pause
+    # --------------------------------------------------------------------------- end of the training loop
+    if agreement is not None:
+        agreement.wait()  # a peer may still be in it
     if lead:
-        tell("end", status="stopped" if m < total else "finished", seconds=time.perf_counter() - begin_run,
+        finish_save()
+        tell("end", "", status="finished" if m >= total else "stopped", seconds=time.perf_counter() - begin,
              **{f"eval_{k}": v for k, v in last_eval.items()})
-        tracker.close()
-        if not saved_well:
-            raise OSError(f"the last checkpoint could not be written: {writer['error']}")
+        if writing["error"]:
+            raise OSError(f"the last checkpoint is missing: {writing['error']}")
         if m >= total:
-            made = out / f".export.{os.getpid()}"
-            made.mkdir()
+            made = Path(tempfile.mkdtemp(prefix=".export.", dir=out))
             export(made, config, drafter.state_dict())
-            if (out / "export").exists():
-                shutil.rmtree(out / "export")
+            made.chmod(0o755)
+            shutil.rmtree(out / "export", ignore_errors=True)
             made.rename(out / "export")
         beat("saving")
     dist.barrier(control)
     return {"stopped": m < total, "step": step}
 
+# ----------------------------------------------------------------------------------------- decoding worker
 
-# ------------------------------------------------------------------------------------- decoding worker
-
-
-def decoding_worker(seat, cfg, folder, documents, end_line, stop):
-    """--evaluate: decode with the drafter in `folder` and without, and say what came of it. Returns the numbers."""
+def decoding_worker(seat, cfg, folder, documents, controls, stop):
+    """--evaluate: decode with the drafter in `folder` and without, say what came of it -> the numbers."""
     config, state = read_drafter(folder)
-    device, dtype = seat.device, compute_dtype(seat.device)
-    tokenizer = load_tokenizer(cfg.target)
-    taps, mask = config["dflash_config"]["target_layer_ids"], config["dflash_config"]["mask_token_id"]
+    taps, mask_token_id = (config["dflash_config"][k] for k in ("target_layer_ids", "mask_token_id"))
+    device, dtype, tokenizer = seat.device, compute_dtype(seat.device), load_tokenizer(cfg.target)
     text, _ = load_config(cfg.target)
-    recurrent = [k for k in getattr(text, "layer_types", None) or () if "attention" not in k or k == "linear_attention"]
+    recurrent = {*(getattr(text, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
     if recurrent:
-        raise UserError(f"--evaluate: {cfg.target} has {recurrent[0]} layers, whose state cannot be rolled back after a "
-                        "rejected draft")
+        raise UserError(f"--evaluate: {cfg.target} has {min(recurrent)} layers, whose state cannot go back "
+                        "to before "
+                        "a rejected draft")
     if text.hidden_size != config["hidden_size"] or text.num_hidden_layers <= max(taps):
-        raise UserError(f"{folder} is no drafter for {cfg.target}: width {config['hidden_size']} and taps {taps}, the target "
-                        f"has width {text.hidden_size} and {text.num_hidden_layers} layers")
+        raise UserError(f"{folder} is no drafter for {cfg.target}: it wants width {config['hidden_size']} "
+                        "and taps "
+                        f"{taps}, there are width {text.hidden_size} and {text.num_hidden_layers} layers")
     cfg = dataclasses.replace(cfg, block=config["block_size"])
     prompts = (read_prompts(cfg.prompts, tokenizer, cfg.num_prompts) if cfg.prompts else
                held_out_prompts(documents, cfg.num_prompts))
     if not prompts:
-        raise UserError("no held-out chats to decode: give --prompts")
+        raise UserError("--evaluate: the run has no held-out chats, give --prompts")
     model = load_target(cfg.target, dtype).to(device)
-    end_ids = model.generation_config.eos_token_id
-    end_ids = set(end_ids if isinstance(end_ids, list) else [end_ids]) | {tokenizer.eos_token_id}
-    ends = frozen_ends(model)
+    ends, end_ids = frozen_ends(model), model.generation_config.eos_token_id
+    end_ids = {*(end_ids if isinstance(end_ids, list) else [end_ids]), tokenizer.eos_token_id}
 
-    def drafter_of(state, zero=False):
+    def maker(state, zero=False):
         drafter = Drafter(config)
         drafter.initialise(cfg.seed + 1)
         if state is not None:
             strict_load(drafter, state, folder)
         drafter.to(device, dtype).eval()
-        return lambda length: Draft(drafter, ends, mask, length, zero)
+        return lambda length: Draft(drafter, ends, mask_token_id, length, zero)
 
-    drafts = {"drafter": drafter_of(state), "prompt lookup": lambda length: prompt_lookup(cfg.block)}
-    if end_line:  # the demo shows its controls
-        drafts["features zeroed"], drafts["untrained"] = drafter_of(state, zero=True), drafter_of(None)
-    say(f"decoding {len(prompts)} prompts, up to {cfg.new_tokens} tokens each, "
-        + (f"temperature {cfg.temperature}" if cfg.temperature else "greedy") + f", batch 1, {str(dtype)[6:]}, {seat.name}")
+    drafts = {"drafter": maker(state), "prompt lookup": lambda length: prompt_lookup(cfg.block)}
+    if controls:
+        drafts |= {"features zeroed": maker(state, zero=True), "untrained": maker(None)}
+    say(f"decoding {len(prompts)} prompts, up to {cfg.new_tokens} tokens each, batch 1, {str(dtype)[6:]}, "
+        + (f"temperature {cfg.temperature}" if cfg.temperature else "greedy"))
     results = compare_decoding(model, taps, drafts, prompts, cfg, end_ids)
     lines, values = decoding_table(results, cfg.block, end_ids)
-    if cfg.temperature:
-        ok, verdict = True, "lossless by construction at this temperature (speculative sampling)"
-    else:
-        ok, verdict = judge_lossless(results, dtype == torch.float32)
+    ok, verdict = (True, "sampled: lossless in distribution") if cfg.temperature else judge_lossless(
+        results, dtype == torch.float32)
     say("\n".join([*lines, verdict]))
     if not ok:
         raise RuntimeError(verdict)
-    return {"values": {**values, "verdict": verdict, "prompts": len(prompts)}}
+    return {**values, "verdict": verdict, "prompts": len(prompts)}
 
+# ----------------------------------------------------------------------------------------------- the demo
+# A byte-level target of 0.6 M parameters and chats in code: the prompt "3Eb 7Ka" (digit, n-th adjective as
+# n-th capital, n-th noun as n-th small letter) has the reply "three clever bears, seven sad bakers.". Few
+# initials serve many words, so that one byte gives no word away; the target's features tell what comes.
 
-# --------------------------------------------------------------------------------------------- the demo
+DEMO = {"block": 8, "layers": 3, "tokens": 1024, "anchors": 128, "max_length": 256, "epochs": 2.0, "lr": 2e-3,
+        "eval_fraction": 0.05, "eval_every": 200, "save_every": 200, "log_every": 20, "num_prompts": 24}
+SPECIALS = {"pad_token": "<|pad|>", "bos_token": "<|im_start|>", "eos_token": "<|im_end|>",
+            "mask_token": "<|mask|>"}
+CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+WORDS = {"23456789": "two three four five six seven eight nine",
+         "ABCDEFGHIJKLMNOPQRST": "bold brave calm clean clever fast fine fond sad shy slow soft strong tall "
+                                 "tame "
+                                 "tidy tiny warm wild wise",
+         "abcdefghijklmnopqrst": "bakers bears birds cats clowns crows farmers foxes frogs seals sharks "
+                                 "snails "
+                                 "swans tigers toads turtles wasps weavers whales wolves"}
 
-#DEMO#
+def byte_tokenizer():
+    """Ids 0-255 are the bytes themselves, 256-259 the special tokens; made in memory, from no file."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    own = {c: ord(c) for c in alphabet if ord(c) < 256}  # printable bytes stand for themselves
+    moved = zip(alphabet[len(own):], sorted(set(range(256)) - set(own.values())))
+    tokenizer = Tokenizer(models.BPE(vocab=own | dict(moved), merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIALS.values()))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHATML,
+                                   clean_up_tokenization_spaces=False, **SPECIALS)
+
+def demo_chats(seed, count):
+    """Chats of which no two replies share a run of 24 bytes, so that no held-out reply was seen in
+    training."""
+    draw, rows, seen = random.Random(seed), [], set()
+    while len(rows) < count:
+        # no symbol twice in a prompt: the word just spelled out tells where to read on
+        tables = (list(zip(symbols, words.split())) for symbols, words in WORDS.items())
+        phrases = list(zip(*(draw.sample(table, 3) for table in tables)))
+        prompt = " ".join("".join(symbol for symbol, _ in phrase) for phrase in phrases)
+        reply = ", ".join(" ".join(word for _, word in phrase) for phrase in phrases) + "."
+        runs = {reply[i: i + 24] for i in range(len(reply) - 23)}
+        if seen.isdisjoint(runs):
+            seen |= runs
+            turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]
+            rows.append({"messages": turns})
+    return rows
+
+def teach_worker(seat, folder, seed, stop, steps=420, rate=3e-3):
+    """Teach the demo's target its chats, replies only, and save it to folder."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer, draw = byte_tokenizer(), random.Random(seed)
+    torch.manual_seed(seed)
+    ids = {k.replace("token", "token_id"): tokenizer.convert_tokens_to_ids(v) for k, v in SPECIALS.items()}
+    ids.pop("mask_token_id")
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=264, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, tie_word_embeddings=True,
+        initializer_range=0.05, **ids)).to(seat.device)  # 0.02 suits wider models and learns slowly here
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
+    jsonl = (folder.parent / "chats.jsonl").read_text().splitlines()
+    columns = tokenise_rows({"jsonl": jsonl}, tokenizer, 264, 512, 0.0)
+    rows = [(torch.tensor(x), torch.tensor(y)) for x, y in zip(columns["input_ids"], columns["loss_mask"])]
+    for step in range(steps):
+        x, y = (nn.utils.rnn.pad_sequence(part, batch_first=True).to(seat.device)
+                for part in zip(*draw.sample(rows, 12)))
+        loss = model(input_ids=x, labels=x.masked_fill(~y, -100)).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        cosine = 0.5 + 0.5 * math.cos(math.pi * step / steps)
+        optimizer.param_groups[0]["lr"] = rate * min((step + 1) / 30, cosine)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 20 == 0:
+            heartbeat(folder.parent, "preparing", step)
+        if stop.value:
+            return {"loss": math.nan}
+    beside = folder.with_name(f".target.{os.getpid()}")
+    model.save_pretrained(beside)
+    tokenizer.save_pretrained(beside)
+    beside.rename(folder)
+    return {"loss": loss.item()}
+
+def make_demo(cfg, out, seat, stop):
+    """Write the chats and teach the target, unless an earlier attempt has -> cfg with both."""
+    target, chats = out / "target", out / "chats.jsonl"
+    if not cfg.plan and not target.exists():
+        say("the demo: a byte-level target is taught for about a minute, then a drafter is trained for it")
+        atomic_write(chats, "".join(json.dumps(row) + "\n" for row in demo_chats(cfg.seed, 4000)))
+        begin = time.monotonic()
+        seat = dataclasses.replace(seat, role="both", index=0, T=1, D=1)
+        code, reason, results = run_workers([(teach_worker, seat, (target, cfg.seed))], stop)
+        if code:
+            raise RuntimeError(reason)
+        say(f"target taught in {time.monotonic() - begin:.0f} s, last loss {results[0]['loss']:.3f}")
+    if not target.exists():
+        raise UserError(f"the demo has no target in {out} yet: run it without --plan")
+    return dataclasses.replace(cfg, target=str(target), data=(str(chats),))
+
+def show_demo(cfg, given, out, begin, stop):
+    """Decode held-out prompts with the new drafter and its controls, and say what came of it -> (code,
+    reason)."""
+    cfg = dataclasses.replace(cfg, evaluate=str(out), new_tokens=128)
+    code, reason, values = evaluate(cfg, given, stop, controls=True)
+    if code == DONE:
+        write_metric(out, "decoding", **values)
+        own, copier, zeroed, untrained = (v["accepted"] for v in list(values.values())[1:5])
+        say(f"the demo took {span(time.monotonic() - begin)}: a round of decoding accepts {own:.2f} tokens "
+            "with the "
+            f"drafter, {zeroed:.2f} when the target's features are zeroed, {untrained:.2f} untrained, "
+            f"{copier:.2f} by "
+            "prompt lookup.\nA real run:\n  python train_dflash.py --target Qwen/Qwen3-8B --data chats.jsonl "
+            "--out "
+            "runs/qwen3-8b")
+    return code, reason
 
 # ------------------------------------------------------------------------------------- main and topology
 
-
 def worker(work, seat, args, stop, link):
-    """The first lines of every child. It leaves by a message on `link`: ("done", dict) or ("failed", code, text)."""
+    """The frame of every child. It reports once, ("done", result) or ("failed", code, text), and goes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only main acts on signals
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no parent, no child
     if os.getppid() == 1:
-        os._exit(FAILED)  # the parent died before the line above
+        os._exit(FAILED)  # the parent died before that line
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     from tqdm import tqdm
     tqdm.set_lock(threading.RLock())  # its default is a semaphore that a killed process would leave behind
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(max(1, cores // seat.world))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // seat.world))
     try:
         link.send(("done", work(seat, *args, stop)))
-    except UserError as e:
-        link.send(("failed", USAGE, str(e)))
-    except Diverged as e:
-        link.send(("failed", DIVERGED, str(e)))
-    except BaseException as e:  # the report comes first; what follows ends the process all the same
-        text = str(e).strip().split("\n")
-        link.send(("failed", FAILED, f"{type(e).__name__}: {text[0]}"))
+    except (UserError, Diverged) as e:
+        link.send(("failed", USAGE if isinstance(e, UserError) else DIVERGED, str(e)))
+    except BaseException as e:  # the report goes first; what follows ends the process all the same
+        link.send(("failed", FAILED, f"{type(e).__name__}: {first_line(e)}"))
         traceback.print_exc()
-    link.close()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # no interpreter shutdown: communicators with dead peers would wait in their destructors
 
+def run_workers(works, stop, patient=True):
+    """Spawn [(function, seat, args)], wait, end them all -> (exit code, reason, [result of each or None]).
 
-def visible_gpu(index):
-    """The child's CUDA_VISIBLE_DEVICES for GPU `index`, an index into ours where that is set."""
-    ours = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return ours.split(",")[index].strip() if ours else str(index)
-
-
-def run_workers(works, stop):
-    """Spawn [(function, seat, args)], wait, and end all of them. Returns (exit code, reason, [payload of each])."""
+    The first failure decides. Targets are not waited for: they hold nothing once every drafter is done.
+    patient: a first signal is the workers' to obey; else it ends them.
+    """
     context = torch.multiprocessing.get_context("spawn")
-    children, payloads = [], [None] * len(works)
-    environment = dict(os.environ)
+    children, results = [], [None] * len(works)
+    environment, cores = dict(os.environ), len(os.sched_getaffinity(0))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     for work, seat, args in works:
-        ours, theirs = context.Pipe(duplex=False)
-        if seat.device == "cuda":
-            os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu(seat.gpu)
+        if seat.device == "cuda":  # each sees one GPU: all are cuda:0 and share one compile-cache entry
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible[seat.gpu].strip() if visible[0] else str(seat.gpu)
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-            os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, len(os.sched_getaffinity(0)) // len(works))))
+            os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, cores // len(works))))
+        else:
+            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning costs a busy host a factor of 10
+        ours, theirs = context.Pipe(duplex=False)
         child = context.Process(target=worker, args=(work, seat, args, stop, theirs), name=seat.name)
         child.start()
         theirs.close()
-        children.append((child, ours, seat))
+        children.append((child, ours))
     os.environ.clear()
     os.environ.update(environment)
-    needed = {i for i, (_, _, seat) in enumerate(children) if seat.role != "target"}
-    code, reason, open_links = DONE, "", dict(enumerate(children))
     try:
-        while code == DONE and any(payloads[i] is None for i in needed):
-            if stop.value >= 2:
-                return 128 + stop.value, "stopped at once on a second signal", payloads
-            ready = wait_for_any([x for c, link, _ in open_links.values() for x in (link, c.sentinel)], timeout=1)
-            for i, (child, link, seat) in list(open_links.items()):
-                if link not in ready and child.sentinel not in ready:
-                    continue
-                try:
-                    message = link.recv() if link.poll() else None
-                except EOFError:
-                    message = None
-                if message is None and child.sentinel not in ready:
-                    continue
-                del open_links[i]
+        waiting = dict(enumerate(children))
+        while any(results[i] is None for i, (_, seat, _) in enumerate(works) if seat.role != "target"):
+            if stop.value >= 2 or (stop.value and not patient):
+                return 128 + max(stop.value, signal.SIGINT), "stopped at once, on a signal", results
+            wait_for_any([x for child, link in waiting.values() for x in (link, child.sentinel)], timeout=1)
+            for i, (child, link) in list(waiting.items()):
+                message, dead = None, not child.is_alive()  # asked first: a report may come just before
+                if link.poll():
+                    try:
+                        message = link.recv()
+                    except EOFError:
+                        dead = True
                 if message and message[0] == "done":
-                    payloads[i] = message[1]
-                    continue
-                if message:
-                    code, reason = message[1], f"{seat.name} failed: {message[2]}" if message[1] == FAILED else message[2]
-                else:
+                    results[i] = message[1]
+                    del waiting[i]
+                elif message:
+                    where = f"{child.name} failed: " if message[1] == FAILED else ""
+                    return message[1], where + message[2], results
+                elif dead:
                     child.join()
-                    died = signal.Signals(-child.exitcode).name if child.exitcode < 0 else f"exit code {child.exitcode}"
-                    code, reason = FAILED, f"{seat.name} died: {died}"
-                break  # the first failure decides
-        return code, reason, payloads
+                    code = child.exitcode
+                    died = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with {code}"
+                    return FAILED, f"{child.name} {died}", results
+        return DONE, "", results
     finally:
-        for child, link, _ in children:
-            if code != DONE or stop.value >= 2 or payloads[[c for c, *_ in children].index(child)] is None:
-                child.kill()
-        for child, link, _ in children:
+        for child, _ in children:
+            child.kill()
+        for child, link in children:
             child.join()
             link.close()
 
-
 def choose_device(cfg, named):
-    """cuda or cpu. GPU flags without usable CUDA are refused with torch's own reason, never bent to the CPU."""
+    """cuda or cpu. GPU flags without usable CUDA are refused with torch's own reason, never bent to the
+    CPU."""
     if cfg.device == "cpu" or (cfg.device == "auto" and not named and not torch.cuda.device_count()):
         return "cpu"
     if not cfg.plan and not torch.cuda.device_count():
         probe = subprocess.run([sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')"],
-                               capture_output=True, text=True)
+                               capture_output=True, text=True, check=False)
         why = (probe.stderr.strip().splitlines() or ["no CUDA device"])[-1]
-        raise UserError(f"a GPU is asked for and torch {torch.__version__} has none: {why} (--device cpu runs on the CPU)")
+        raise UserError(f"GPUs are asked for, torch {torch.__version__} has none: {why} (--device cpu needs "
+                        "none)")
     return "cuda"
 
-
 def take_seats(cfg, out):
-    """-> [Seat], from --target-gpus and --drafter-gpus or the defaults of design.md 3."""
-    targets = int_list(cfg.target_gpus, "--target-gpus")
-    drafters = int_list(cfg.drafter_gpus, "--drafter-gpus")
+    """-> [Seat] from --target-gpus and --drafter-gpus; without them the last 3/8 of the GPUs train, a
+    single GPU does both. Equal lists are colocated. On a CPU the numbers count processes."""
+    lists = {"--target-gpus": int_list(cfg.target_gpus, "--target-gpus"),
+             "--drafter-gpus": int_list(cfg.drafter_gpus, "--drafter-gpus")}
+    targets, drafters = lists.values()
     device = choose_device(cfg, targets or drafters)
-    count = torch.cuda.device_count() if device == "cuda" else 0
-    if device == "cuda" and cfg.plan:  # a plan assumes the GPUs that are named
+    count = torch.cuda.device_count() if device == "cuda" else 1
+    if cfg.plan and device == "cuda":  # a plan assumes the GPUs that are named, or eight
         count = max([count, *(g + 1 for g in targets + drafters)]) or 8
-    for name, gpus in (("--target-gpus", targets), ("--drafter-gpus", drafters)):
+    for name, gpus in lists.items():
+        shown = f"{name} {','.join(map(str, gpus))}"
         if len(set(gpus)) != len(gpus) or any(g < 0 for g in gpus):
-            raise UserError(f"{name} {','.join(map(str, gpus))}: give each GPU once")
-        missing = [g for g in gpus if device == "cuda" and g >= count]
-        if missing:
+            raise UserError(f"{shown}: give each once, from 0")
+        if device == "cuda" and gpus and max(gpus) >= count:
             before = json.loads((out / "config.json").read_text()) if (out / "config.json").exists() else {}
-            if set(missing) <= set(before.get("gpus", ())):
-                raise RuntimeError(f"GPU {missing[0]} was there at the last attempt and is gone: {count} are left")
-            raise UserError(f"{name} {','.join(map(str, gpus))}: there is no GPU {missing[0]}, this machine has {count}")
+            if max(gpus) in before.get("gpus", ()):
+                raise RuntimeError(f"{shown}: GPU {max(gpus)} was there at the last attempt, now there are "
+                                   f"{count}")
+            raise UserError(f"{shown}: there is no GPU {max(gpus)}, this machine has {count}")
     if set(targets) & set(drafters) and set(targets) != set(drafters):
-        raise UserError(f"--target-gpus {cfg.target_gpus} and --drafter-gpus {cfg.drafter_gpus} overlap in part: keep them "
-                        "apart, or make them equal (each GPU then does both in turn)")
+        raise UserError(f"--target-gpus {cfg.target_gpus} and --drafter-gpus {cfg.drafter_gpus} overlap in "
+                        "part: "
+                        "keep them apart, or make them equal (each then does both in turn)")
+    rest = [g for g in range(count) if g not in targets + drafters]
     if bool(targets) != bool(drafters):
-        rest = [g for g in range(count) if g not in targets + drafters]
-        if not rest:
-            raise UserError("give --target-gpus and --drafter-gpus both: no GPU is left for the other side")
+        if not rest or device == "cpu":
+            raise UserError("--target-gpus and --drafter-gpus: give both, nothing is left for the other side")
         targets, drafters = targets or rest, drafters or rest
-    if not targets:
+    elif not targets:
         train = max(1, round(3 * count / 8))
-        gpus = list(range(max(count, 1)))
-        targets, drafters = (gpus[:-train], gpus[-train:]) if count > 1 else (gpus, gpus)
-    if set(targets) == set(drafters):
-        n = len(drafters)
-        return [Seat("both", i, n, n, g, device) for i, g in enumerate(drafters)]
+        targets, drafters = (rest[:-train], rest[-train:]) if count > 1 else (rest, rest)
     T, D = len(targets), len(drafters)
-    return ([Seat("target", i, T, D, g, device) for i, g in enumerate(targets)]
-            + [Seat("drafter", i, T, D, g, device) for i, g in enumerate(drafters)])
-
+    if set(targets) == set(drafters):
+        return [Seat("both", i, D, D, g, device) for i, g in enumerate(drafters)]
+    return [*(Seat("target", i, T, D, g, device) for i, g in enumerate(targets)),
+            *(Seat("drafter", i, T, D, g, device) for i, g in enumerate(drafters))]
 
 def parameters_of(target, taps):
-    """(parameters of the whole target, of what a target GPU holds, of embedding and head), counted without weights."""
+    """Parameters of (the whole target, a target GPU's part, embedding and head), counted without weights."""
     from transformers import AutoModelForCausalLM
 
-    text, _ = load_config(target)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(text)
+        model = AutoModelForCausalLM.from_config(load_config(target)[0])
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)]
     whole = sum(p.numel() for p in model.parameters())
-    dropped = sum(p.numel() for layer in decoder_layers(model)[max(taps) + 1:] for p in layer.parameters())
     embed, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    return whole, whole - dropped - (head.numel() if head is not embed else 0), embed.numel() + (
-        head.numel() if head is not embed else 0)
+    own_head = head.numel() if head is not embed else 0
+    return whole, whole - sum(sizes[max(taps) + 1:]) - own_head, embed.numel() + own_head
 
-
-def predict_memory(cfg, config, counts, size, seat, width):
-    """Bytes by part of one process; width: bytes of a compute element (2 in bf16). An estimate: activations by the
-    tensors that the graph keeps for backward, the head's chunk by its logits."""
-    _, held, ends = counts
-    S, N, B, D = cfg.tokens, cfg.anchors, cfg.block, config["hidden_size"]
-    Q, V, L, K = N * B, config["vocab_size"], config["num_hidden_layers"], len(config["dflash_config"]["target_layer_ids"])
-    H, G, h, ffn = (config[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"))
-    parts = {}
+def predict_memory(cfg, config, counts, size, seat):
+    """Bytes of one process by part. Activations by the tensors that the graph keeps for backward."""
+    S, Q, D, V, L = (cfg.tokens, cfg.anchors * cfg.block, config["hidden_size"], config["vocab_size"],
+                     config["num_hidden_layers"])
+    H, G, h, ffn = (config[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim",
+                                        "intermediate_size"))
+    K, cuda = len(config["dflash_config"]["target_layer_ids"]), seat.device == "cuda"
+    w, parts = 2 if cuda else 4, {}  # bytes of a compute element
     if seat.role != "drafter":
-        parts["target weights"] = held * width
-        parts["target activations"] = S * (6 * D + 3 * ffn) * width
-        parts["features"] = S * K * D * width * (2 if seat.role == "target" else 1)
+        parts["target weights"] = counts[1] * w
+        parts["target activations"] = S * (6 * D + 3 * ffn) * w
+    parts["features"] = S * K * D * w * (2 if seat.role == "target" else 1)
     if seat.role != "target":
-        parts["embedding and head"] = ends * width
+        parts["embedding and head"] = counts[2] * w
         parts["masters, gradients, moments"] = 16 * size
-        parts["features"] = S * K * D * width
-        parts["activations"] = (Q * L * (4 * D + 3 * H * h + 3 * ffn) + S * (K * D + L * 2 * G * h) + Q * L * 2 * G * h) * width
-        parts["head chunk and row gradients"] = 4096 * V * (4 + 2 * width) + 2 * Q * D * width
-    if seat.device == "cuda":
-        links = 0 if seat.role == "both" else math.lcm(seat.T, seat.D) // (seat.T if seat.role == "target" else seat.D)
+        parts["activations"] = size * w + w * (
+            Q * L * (5 * D + 3 * H * h + 3 * ffn) + S * (K * D + 2 * D) + (S + Q) * L * 4 * G * h)
+        parts["head"] = 4096 * V * (4 + 2 * w) + 2 * Q * D * w
+    if cuda:
+        pairs = 0 if seat.role == "both" else math.lcm(seat.T, seat.D)
+        links = pairs // (seat.T if seat.role == "target" else seat.D)
         parts["communicators"] = (links + (seat.role != "target" and seat.D > 1)) * 300 * 2**20
-        parts["CUDA context and kernels"] = 700 * 2**20
+        parts["CUDA context"] = 600 * 2**20
     return parts
 
-
-def print_plan(cfg, config, seats, documents, total, out):
-    taps = config["dflash_config"]["target_layer_ids"]
-    counts = parameters_of(cfg.target, taps)
-    with torch.device("meta"):
-        size = sum(p.numel() for p in Drafter(config).parameters())
-    bins = len(documents.train[1]) - 1
-    D = seats[-1].D
-    say(f"target {cfg.target}: {counts[0] / 1e6:,.1f} M parameters, {counts[1] / 1e6:,.1f} M on a target GPU, taps {taps}\n"
-        f"drafter: {size / 1e6:,.1f} M parameters, {config['num_hidden_layers']} layers, block {cfg.block}, "
-        f"heads {config['num_attention_heads']}/{config['num_key_value_heads']} of {config['head_dim']}, "
-        f"FFN {config['intermediate_size']}\n"
-        f"micro-batch: {cfg.tokens} context tokens, {cfg.anchors} anchors = {cfg.anchors * cfg.block} draft rows\n"
-        f"{bins} micro-batches an epoch = {-(-bins // (D * cfg.accumulation))} steps of {D} drafters x {cfg.accumulation}; "
-        f"{total} micro-batches = {-(-total // (D * cfg.accumulation))} steps in all\n"
-        f"{documents.report}\nwho sits where, and the memory it is predicted to take:")
+def print_plan(cfg, config, seats, documents, total, size):
+    taps, group = config["dflash_config"]["target_layer_ids"], seats[-1].D * cfg.accumulation
+    counts, bins = parameters_of(cfg.target, taps), len(documents.train[1]) - 1
+    say(f"target {cfg.target}: {counts[0] / 1e6:,.1f} M parameters, {counts[1] / 1e6:,.1f} M of them on a "
+        "target "
+        f"GPU, taps {taps}\ndrafter: {size / 1e6:,.1f} M parameters, {config['num_hidden_layers']} layers, "
+        "heads "
+        f"{config['num_attention_heads']}/{config['num_key_value_heads']} of {config['head_dim']}, FFN "
+        f"{config['intermediate_size']}\nmicro-batch: {cfg.tokens} context tokens, {cfg.anchors} anchors x "
+        "block "
+        f"{cfg.block} = {cfg.anchors * cfg.block} draft rows\n{documents.report}\n{bins} micro-batches an "
+        "epoch ="
+        f" {-(-bins // group)} steps of {seats[-1].D} drafters x {cfg.accumulation}; the run is {total} "
+        f"micro-batches = {-(-total // group)} steps\nwho sits where, with the predicted memory in GiB:")
     for seat in seats:
-        parts = predict_memory(cfg, config, counts, size, seat, 2 if seat.device == "cuda" else 4)
-        say(f"  {seat.name}: {gib(sum(parts.values())):.1f} GiB = "
+        parts = predict_memory(cfg, config, counts, size, seat)
+        say(f"  {seat.name}: {gib(sum(parts.values())):.1f} = "
             + " + ".join(f"{k} {gib(v):.2f}" for k, v in parts.items()))
-    say("config:\n" + "\n".join(f"  {k} = {v}" for k, v in dataclasses.asdict(dataclasses.replace(cfg, out=str(out))).items()))
+    say("config:\n" + "\n".join(f"  {k} = {v}" for k, v in dataclasses.asdict(cfg).items()))
 
-
-def take_lock(out, seconds=15):
-    """The trainer's lock on its folder. A dying owner gets 15 s; a living one is named and the run refused."""
-    lock = open(out / "trainer.lock", "a+")
-    deadline = time.monotonic() + seconds
+def take_folder(out):
+    """Make the run folder, see that it can be written, and lock it. A dying owner of the lock gets 15 s, a
+    living one is named and this run refused. UserError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out) as f:
+            f.write(b"x")
+        lock = open(out / "trainer.lock", "a+")  # noqa: SIM115  it is held until the process ends
+    except OSError as e:
+        raise UserError(f"--out {out}: cannot be written ({e.strerror})") from e
+    deadline = time.monotonic() + 15
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -2286,181 +2257,141 @@ def take_lock(out, seconds=15):
         except BlockingIOError:
             if time.monotonic() > deadline:
                 lock.seek(0)
-                raise UserError(f"--out {out} is in use by process {lock.read().strip()}: wait for it, or give another "
-                                "--out") from None
+                raise UserError(f"--out {out} is in use by process {lock.read()}, give another") from None
             time.sleep(0.1)
     lock.truncate(0)
     lock.write(str(os.getpid()))
     lock.flush()
     return lock
 
-
-def open_folder(out):
-    """Make the run folder and see that it can be written. UserError."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out) as f:
-            f.write(b"x")
-    except OSError as e:
-        raise UserError(f"--out {out}: cannot be written ({e.strerror})") from e
-
-
-def resolve_dense(cfg, config, seats):
-    """On a CPU attention is dense: say no before the memory does."""
-    Q, T = cfg.anchors * cfg.block, cfg.tokens + cfg.anchors * cfg.block
-    need = Q * T * (1 + 4 * config["num_attention_heads"])
-    if seats[0].device == "cpu" and need > CPU_DENSE_LIMIT:
-        raise UserError(f"on a CPU attention is dense, and --tokens {cfg.tokens} with --anchors {cfg.anchors} x --block "
-                        f"{cfg.block} would take {gib(need):.1f} GiB, more than {gib(CPU_DENSE_LIMIT):.0f}: lower them, or "
-                        "use a GPU")
-
-
-def locate_run(cfg, given):
-    """--evaluate's argument -> (Config with the run's target and data, folder of the drafter)."""
-    path = Path(cfg.evaluate)
-    if not path.exists():
-        raise UserError(f"--evaluate {cfg.evaluate}: no such folder")
-    homes = [p for p in (path, path.resolve().parent, path.resolve().parent.parent)
-             if (p / "config.json").exists() and "argv" in json.loads((p / "config.json").read_text())]
+def evaluate(cfg, given, stop, controls=False):
+    """--evaluate RUN_OR_EXPORT -> (exit code, reason, numbers). A run names its target and data itself."""
+    path = Path(cfg.evaluate).resolve()
+    run = next((p for p in (path, path.parent, path.parent.parent) if (p / "config.json").exists()
+                and "argv" in json.loads((p / "config.json").read_text())), None)
     folder = path
-    if homes and homes[0] == path:
+    if run == path:
         folder = path / "export" if (path / "export" / "config.json").exists() else find_checkpoint(path)
-        if folder is None:
-            raise UserError(f"--evaluate {cfg.evaluate}: the run has no export and no complete checkpoint yet")
-    if homes:
-        run = json.loads((homes[0] / "config.json").read_text())["config"]
-        run = {k: tuple(v) if isinstance(v, list) else v for k, v in run.items()}
-        keep = {k: v for k, v in run.items() if k in ("target", "data", "seed", "tokens", "max_length", "eval_fraction")}
-        cfg = dataclasses.replace(cfg, **{k: v for k, v in keep.items() if k not in given})
-    if not cfg.target:
-        raise UserError(f"--evaluate {cfg.evaluate}: give --target, the folder does not say whose drafter it is")
-    return cfg, str(folder)
-
-
-def one_seat(cfg):
-    gpus = int_list(cfg.drafter_gpus or cfg.target_gpus or "0", "--drafter-gpus")
-    return Seat("both", 0, 1, 1, gpus[0], choose_device(cfg, cfg.drafter_gpus or cfg.target_gpus))
-
-
-def evaluate(cfg, given, stop, end_line=""):
-    cfg, folder = locate_run(cfg, given)
-    text, _ = load_config(cfg.target)
-    documents = None
-    if not cfg.prompts:
-        if not cfg.data:
-            raise UserError("--evaluate: give --prompts, the folder does not name the data of its run")
-        documents = prepare(cfg, load_tokenizer(cfg.target), text.vocab_size)
-    code, reason, payloads = run_workers(
-        [(decoding_worker, one_seat(cfg), (cfg, folder, documents, end_line))], stop)
-    return code, reason, payloads[0]
-
+    if not path.exists() or folder is None:
+        problem = "no complete checkpoint there yet" if path.exists() else "no such folder"
+        raise UserError(f"--evaluate {cfg.evaluate}: {problem}")
+    if run:
+        of_run = json.loads((run / "config.json").read_text())["config"]
+        of_run = {k: tuple(v) if isinstance(v, list) else v for k, v in of_run.items()}
+        keys = {"target", "data", "seed", "tokens", "max_length", "eval_fraction"} - given
+        cfg = dataclasses.replace(cfg, **{k: of_run[k] for k in keys})
+    if not cfg.target or not (cfg.prompts or cfg.data):
+        raise UserError(f"--evaluate {cfg.evaluate}: the folder is no run's, give --target and --prompts")
+    vocab = load_config(cfg.target)[0].vocab_size
+    documents = None if cfg.prompts else prepare(cfg, load_tokenizer(cfg.target), vocab)
+    named = cfg.drafter_gpus or cfg.target_gpus
+    seat = Seat("both", 0, 1, 1, int_list(named or "0", "--drafter-gpus")[0], choose_device(cfg, named))
+    code, reason, results = run_workers(
+        [(decoding_worker, seat, (cfg, str(folder), documents, controls))], stop, patient=False)
+    return code, reason, results[0]
 
 def train(cfg, given, argv, stop):
-    """Check, prepare, spawn, wait. Returns (exit code, reason)."""
-    begin = time.monotonic()
-    demo = not cfg.target
-    if not cfg.data and not demo:
-        raise UserError("--data: name the chats to train on (JSONL, Parquet or a hub dataset)")
-    if demo and cfg.data:
-        raise UserError("--target: name the model that the data is for")
-    out = Path(cfg.out or os.environ.get("SUPERVISE_RUN_DIR") or
-               ("runs/demo" if demo else f"runs/{Path(cfg.target).name or 'run'}"))
+    """Check, prepare, spawn, wait -> (exit code, reason)."""
+    begin, demo = time.monotonic(), not cfg.target
+    if demo == bool(cfg.data):
+        raise UserError(f"--target and --data go together: name the {'model' if demo else 'chats'}")
+    named = "demo" if demo else Path(cfg.target).name
+    out = Path(cfg.out or os.environ.get("SUPERVISE_RUN_DIR") or f"runs/{named}")
     seats = take_seats(cfg, out)
     if demo:
         cfg = dataclasses.replace(cfg, **{k: v for k, v in DEMO.items() if k not in given})
-        check(cfg)
-    lock = None
-    if not cfg.plan:
-        open_folder(out)
-        lock = take_lock(out)
+    cfg = dataclasses.replace(cfg, out=str(out))
+    check(cfg)
+    lock = None if cfg.plan else take_folder(out)
+    if lock:
         heartbeat(out, "preparing")
     if demo:
-        cfg = make_demo(cfg, out, seats[0], stop)
+        cfg = make_demo(cfg, out, seats[-1], stop)
 
     # --- every check that needs files but no weights
     text, _ = load_config(cfg.target)
-    limit = getattr(text, "max_position_embeddings", None)
-    if limit and cfg.max_length > limit:
-        raise UserError(f"--max-length {cfg.max_length}: the target reaches {limit} positions")
-    taps = taps_of(cfg, text.num_hidden_layers)
-    tokenizer = load_tokenizer(cfg.target)
-    if not tokenizer.chat_template and any(not s.endswith("parquet") for s in cfg.data):
-        say("the tokenizer has no chat template: only rows with input_ids can be read")
-    vocab = text.vocab_size
-    drafter_config(cfg, text, taps, 0)  # its own checks, before the data is read
-    resolve_dense(cfg, drafter_config(cfg, text, taps, 0), seats)
+    longest = getattr(text, "max_position_embeddings", None) or cfg.max_length
+    if cfg.max_length > longest:
+        raise UserError(f"--max-length {cfg.max_length}: the target reaches {longest} positions")
+    taps, tokenizer, vocab = taps_of(cfg, text.num_hidden_layers), load_tokenizer(cfg.target), text.vocab_size
+    config = drafter_config(cfg, text, taps, 0)
+    Q, H = cfg.anchors * cfg.block, config["num_attention_heads"]
+    dense = Q * (cfg.tokens + Q) * (1 + 4 * H)
+    if seats[0].device == "cpu" and dense > CPU_DENSE_LIMIT:
+        raise UserError(f"on a CPU attention is dense, and --tokens {cfg.tokens} with --anchors "
+                        f"{cfg.anchors} x "
+                        f"--block {cfg.block} takes {gib(dense):.1f} GiB, above {gib(CPU_DENSE_LIMIT):.0f}: "
+                        "lower them")
     if cfg.mask_token_id != -1:
         choose_mask_token(cfg, tokenizer, vocab, None)
     documents = prepare(cfg, tokenizer, vocab)
     mask_token_id, why = choose_mask_token(cfg, tokenizer, vocab, documents)
     config = drafter_config(cfg, text, taps, mask_token_id)
-    group = seats[-1].D * cfg.accumulation
-    bins = len(documents.train[1]) - 1
-    if cfg.plan:
-        print_plan(cfg, config, seats, documents, cfg.max_steps * group or round(cfg.epochs * bins) or 1, out)
-        return DONE, ""
-
-    # --- where this attempt begins
-    identity_now = json.loads(json.dumps(identity(cfg, config, documents.fingerprint)))
-    checkpoint = find_checkpoint(out) if cfg.resume == "auto" else None
-    step = m = 0
-    before = json.loads((out / "config.json").read_text()) if (out / "config.json").exists() else None
-    if before and cfg.resume == "auto":
-        check_identity(before["identity"], identity_now, f"--out {out}")
-    if cfg.resume == "never" and any((out / "checkpoints").glob("step-*")):
-        raise UserError(f"--resume never: {out} holds checkpoints, give another --out")
-    if checkpoint:
-        saved = torch.load(checkpoint / "trainer.pt", mmap=True, map_location="cpu")
-        check_identity(saved["identity"], identity_now, str(checkpoint))
-        step, m = saved["step"], saved["micro_batches"]
-        changed = [f"{k} {saved[k]} -> {v}" for k, v in (("drafters", seats[-1].D), ("accumulation", cfg.accumulation))
-                   if saved[k] != v]
-        changed += [f"{k} {saved['versions'].get(k)} -> {v}" for k, v in versions().items() if saved["versions"].get(k) != v]
-        say(f"going on from {checkpoint.name}, micro-batch {m}" + (f"; changed: {', '.join(changed)}" if changed else ""))
-    total = m + max(cfg.max_steps - step, 0) * group if cfg.max_steps else max(1, round(cfg.epochs * bins))
-    if checkpoint and saved["total"] != total and m < total:
-        say(f"the run is {total} micro-batches now, it was {saved['total']}: the learning rate follows the new length")
-    if checkpoint and m >= total and (out / "export").exists():
-        ends = [r for line in open(out / "metrics.jsonl") if (r := json.loads(line))["kind"] in ("end", "eval")]
-        say(f"{out} is finished: step {step}, " + ", ".join(f"{k} {v}" for k, v in ends[-1].items() if k.endswith("loss")
-            or k.endswith("accept_len")) + f"; the drafter is {out / 'export'}")
-        return DONE, ""
     with torch.device("meta"):
         size = sum(p.numel() for p in Drafter(config).parameters())
-    need, free = 14 * size * 2, shutil.disk_usage(out).free
-    if free < need:
-        raise UserError(f"--out {out}: {gib(free):.1f} GiB free, two checkpoints of this drafter take {gib(need):.1f}")
-    atomic_write(out / "config.json", json.dumps(
-        {"config": dataclasses.asdict(cfg), "argv": argv, "identity": identity_now, "drafter": config,
-         "versions": versions(), "gpus": sorted({s.gpu for s in seats if s.device == "cuda"})}, indent=2) + "\n")
-    n_eval = min(len(documents.held_out[1]) - 1, EVAL_BATCHES)
-    write_metric(out, "restart" if before else "start", step=step, micro_batches=m, total=total, argv=argv)
-    say(f"{documents.report}\n{len(seats)} processes: " + ", ".join(s.name for s in seats)
-        + f"\ndrafter of {size / 1e6:.1f} M parameters, taps {taps}, mask token {mask_token_id} ({why})"
-        + (f", gamma {cfg.gamma or default_gamma(cfg.block):g}" if cfg.loss == "dflash" else "")
-        + f"\n{bins} micro-batches an epoch, {total} in all = {step + -(-(total - m) // group)} steps; writing to {out}")
+    group, bins = seats[-1].D * cfg.accumulation, len(documents.train[1]) - 1
+    by_epochs = max(1, round(cfg.epochs * bins))
+    if cfg.plan:
+        print_plan(cfg, config, seats, documents, cfg.max_steps * group or by_epochs, size)
+        return DONE, ""
+    if stop.value:
+        return STOPPED, "stopped on request before training began"
 
-    # --- one process per GPU
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str((out.parent / ".compile_cache").resolve()))
-    with tempfile.TemporaryDirectory() as folder:
-        job = Job(cfg, config, documents, mask_token_id, str(out), f"{folder}/meeting", str(checkpoint or ""), identity_now,
-                  step, m, total, n_eval)
-        code, reason, payloads = run_workers(
-            [(target_worker if s.role == "target" else drafter_worker, s, (job,)) for s in seats], stop)
-    if code == DONE and payloads[-1]["stopped"]:
-        return STOPPED, f"stopped on request at step {payloads[-1]['step']}, saved; the same command goes on from there"
-    if code == DONE:
-        say(f"finished: the drafter is {out / 'export'}")
-    if code == DONE and demo:
-        shown = dataclasses.replace(cfg, evaluate=str(out), prompts="", num_prompts=24, new_tokens=128)
-        code, reason, payload = evaluate(shown, {"data", "target", "tokens", "max_length"}, stop, "demo")
-        if code == DONE:
-            write_metric(out, "decoding", **payload["values"])
-            say(f"the demo took {span(time.monotonic() - begin)}. A real run:\n  python train_dflash.py --target Qwen/Qwen3-8B "
-                "--data chats.jsonl --out runs/qwen3-8b")
-    lock.close()
-    return code, reason
+    # --- where this attempt begins
+    now = json.loads(json.dumps(identity(cfg, config, documents.fingerprint)))
+    checkpoint, step, m, before = None, 0, 0, list((out / "checkpoints").glob("step-*"))
+    if before and cfg.resume == "never":
+        raise UserError(f"--resume never, and {out} holds {len(before)} checkpoints: give another --out")
+    if before:
+        check_identity(json.loads((out / "config.json").read_text())["identity"], now, f"--out {out}")
+        checkpoint = find_checkpoint(out)
+    if checkpoint:
+        saved = torch.load(checkpoint / "trainer.pt", "cpu", mmap=True)
+        check_identity(saved["identity"], now, str(checkpoint))
+        step, m = saved["step"], saved["micro_batches"]
+        here = {"drafters": seats[-1].D, "accumulation": cfg.accumulation, **versions()}
+        then = {**saved, **saved["versions"]}
+        changed = [f"{k} {then[k]} -> {v}" for k, v in here.items() if then[k] != v]
+        say(f"going on from {checkpoint.name}, micro-batch {m}; changed: {', '.join(changed) or 'nothing'}")
+    total = m + max(cfg.max_steps - step, 0) * group if cfg.max_steps else by_epochs
+    if checkpoint and m < total != saved["total"]:
+        say(f"the run is {total} micro-batches now, it was {saved['total']}: the learning rate follows the "
+            "length")
+    finished = checkpoint and m >= total and (out / "export").exists()
+    if not finished:
+        need, free = 2 * 14 * size, shutil.disk_usage(out).free
+        if free < need:
+            raise UserError(f"--out {out}: {gib(free):.1f} GiB free, two checkpoints take {gib(need):.1f} "
+                            "GiB")
+        atomic_write(out / "config.json", json.dumps(
+            {"config": dataclasses.asdict(cfg), "argv": argv, "identity": now, "drafter": config,
+             "versions": versions(), "gpus": sorted({s.gpu for s in seats if s.device == "cuda"})}, indent=2))
+        kind = "restart" if (out / "metrics.jsonl").exists() else "start"
+        write_metric(out, kind, step=step, micro_batches=m, total=total, argv=argv)
+        say(f"{documents.report}\n{len(seats)} processes: {', '.join(s.name for s in seats)}\ndrafter of "
+            f"{size / 1e6:.1f} M parameters, taps {taps}, mask token {mask_token_id} ({why})"
+            + (f", gamma {cfg.gamma or default_gamma(cfg.block):g}" if cfg.loss == "dflash" else "")
+            + f"\n{bins} micro-batches an epoch, {total} in all = {step + -(-(total - m) // group)} steps; "
+              f"{out}")
 
+        # --- one process per GPU
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str((out.parent / ".compile_cache").resolve()))
+        with tempfile.TemporaryDirectory() as folder:
+            job = Job(cfg, config, documents, out, f"{folder}/meeting", str(checkpoint or ""), now, step, m,
+                      total, min(len(documents.held_out[1]) - 1, EVAL_BATCHES))
+            code, reason, results = run_workers(
+                [(target_worker if s.role == "target" else drafter_worker, s, (job,)) for s in seats], stop)
+        if code:
+            return code, reason
+        if results[-1]["stopped"]:
+            return STOPPED, f"stopped on request at step {results[-1]['step']}, saved; run it again to go on"
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    last = next((r for r in reversed(lines) if r["kind"] == "eval"), None)
+    say(f"finished at step {lines[-1]['step']}: the drafter is {out / 'export'}" + (
+        f", held-out loss {last['loss']:.4f}, accept length {last['accept_len']:.3f}" if last else ""))
+    if demo and not finished:
+        return show_demo(cfg, given, out, begin, stop)
+    return DONE, ""
 
 def main(argv):
     if {"-h", "--help"} & set(argv):
@@ -2469,7 +2400,7 @@ def main(argv):
     stop = torch.multiprocessing.get_context("spawn").RawValue("i", 0)
 
     def on_signal(number, frame):
-        stop.value = 1 if stop.value == 0 else number  # the first asks, the second insists
+        stop.value = number if stop.value else 1  # the first asks, the second insists
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
@@ -2478,15 +2409,14 @@ def main(argv):
     try:
         cfg, given = parse(argv)
         check(cfg)
-        code, reason = (evaluate(cfg, given, stop)[:2] if cfg.evaluate else train(cfg, given, argv, stop))
+        code, reason = evaluate(cfg, given, stop)[:2] if cfg.evaluate else train(cfg, given, argv, stop)
     except UserError as e:
         code, reason = USAGE, str(e)
     except RuntimeError as e:
-        code, reason = FAILED, str(e)
+        code, reason = FAILED, first_line(e)
     if code:
         print(f"train_dflash.py: {reason}", file=sys.stderr, flush=True)
     return code
-
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
