@@ -728,17 +728,16 @@ def find_rope_theta(text):
         raise UserError("the target's config has rope_parameters without rope_theta")
     return float(theta or 1e6)
 
-def rectangles(lengths, limit):
-    """Rows (longest first) -> [(first, last, width)]: rectangles of at most `limit` tokens and about 10%
-    padding."""
-    out, i = [], 0
-    while i < len(lengths):
-        width, j, real = -(-int(lengths[i]) // 64) * 64, i, 0
-        while j < len(lengths) and (j == i or ((j - i + 1) * width <= limit and
-                                               real + lengths[j] >= 0.9 * (j - i + 1) * width - 64)):
-            real, j = real + int(lengths[j]), j + 1
-        out.append((i, j, width))
-        i = j
+def rectangles(lengths, limit, launch=2048):
+    """Rows (longest first) -> [(first, last, width)]: rectangles of at most `limit` tokens. One more of them costs
+    its launches, about as much as `launch` tokens of padding, so that it is begun when that much has gathered."""
+    out, first = [], 0
+    while first < len(lengths):
+        width, last, padding = -(-int(lengths[first]) // 64) * 64, first, 0
+        while last < len(lengths) and (last == first or ((last - first + 1) * width <= limit and padding < launch)):
+            padding, last = padding + width - int(lengths[last]), last + 1
+        out.append((first, last, width))
+        first = last
     return out
 
 def tap(layers, taps):
@@ -1936,7 +1935,7 @@ def decoding_worker(seat, cfg, folder, documents, controls, stop):
 # n-th capital, n-th noun as n-th small letter) has the reply "three clever bears, seven sad bakers.". Few
 # initials serve many words, so that one byte gives no word away; the target's features tell what comes.
 
-DEMO = {"block": 8, "layers": 3, "tokens": 1024, "anchors": 128, "max_length": 256, "epochs": 2.0, "lr": 2e-3,
+DEMO = {"block": 8, "layers": 3, "tokens": 512, "anchors": 64, "max_length": 256, "epochs": 1.0, "lr": 2e-3,
         "eval_fraction": 0.05, "eval_every": 200, "save_every": 200, "log_every": 20, "num_prompts": 24}
 SPECIALS = {"pad_token": "<|pad|>", "bos_token": "<|im_start|>", "eos_token": "<|im_end|>",
             "mask_token": "<|mask|>"}

@@ -31,13 +31,11 @@ PIECES = ["hello", " world", "The answer is 42.", "\n", "    ", "é", "中文", 
           HEAD, EMPTY, "<|im_start|>", "def f(x):\n    return  x", "{{ x }}", "\\n", '"', "Hi"]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"city": "string", "é": "😀"}}}]
 
-
 @pytest.fixture
 def dice():
     seed = int(os.environ.get("DFLASH_TEST_SEED") or int.from_bytes(os.urandom(4), "big"))
     print(f"DFLASH_TEST_SEED={seed}")
     return random.Random(seed)
-
 
 @pytest.fixture
 def read(tmp_path, monkeypatch):
@@ -56,16 +54,13 @@ def read(tmp_path, monkeypatch):
         return t.prepare(t.Config(data=tuple(map(str, paths)), **flags), tokenizer, len(tokenizer))
     return call
 
-
 def lines(rows):
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
-
 
 def byte_level(template=CHATML):
     tokenizer = t.byte_tokenizer()
     tokenizer.chat_template = template
     return tokenizer
-
 
 def merging():
     """Byte-level BPE with long tokens and trimmed offsets, the arrangement of GPT-2 and its many heirs."""
@@ -76,22 +71,18 @@ def merging():
     core.post_processor = processors.ByteLevel(trim_offsets=True)
     return PreTrainedTokenizerFast(tokenizer_object=core, chat_template=CHATML, eos_token=END)
 
-
 def without_offsets():
     """A tokenizer in Python: it cannot say where its tokens stand in the text."""
     tokenizer = ByT5Tokenizer(extra_ids=0, additional_special_tokens=["<|im_start|>", END])
     tokenizer.chat_template = CHATML
     return tokenizer
 
-
 def text(dice, low=0, high=6):
     return "".join(dice.choices(PIECES, k=dice.randint(low, high)))
-
 
 def exchange(prompt, reply, **more):
     turns = {"role": "user", "content": prompt}, {"role": "assistant", "content": reply}
     return {"messages": list(turns), **more}
-
 
 def random_chat(dice):
     turns = [{"role": "system", "content": text(dice)}] if dice.random() < 0.4 else []
@@ -105,7 +96,6 @@ def random_chat(dice):
     turns += exchange(text(dice), "")["messages"][: dice.random() < 0.2]  # unanswered: not trained on
     finished = dice.choice([None, True, False])
     return {"messages": turns, "tools": dice.choice([None, TOOLS]), "finished": finished}
-
 
 def disguise(dice, row):
     """The same chat in the other spellings that data comes in."""
@@ -121,11 +111,9 @@ def disguise(dice, row):
             call["function"]["arguments"] = dice.choice([given, json.dumps(given)])
     return row
 
-
 def asked(row):
     """The turns up to the last reply."""
     return row["messages"][: -1 if row["messages"][-1]["role"] == "user" else None]
-
 
 def by_hand(row):
     """ChatML joined from pieces: [(text, is it the model's to write), ...]."""
@@ -137,7 +125,6 @@ def by_hand(row):
         ended = reply and not (i == len(row["messages"]) - 1 and row.get("finished") is False)
         pieces += [(f"<|im_start|>{turn['role']}\n", False), (body, reply), (END, ended), ("\n", False)]
     return pieces
-
 
 def expected(tokenizer, row):
     """(ids, mask) of the chat: a token is supervised when all its bytes are the model's to write."""
@@ -151,18 +138,14 @@ def expected(tokenizer, row):
     assert at == len(owned)
     return ids, mask
 
-
 def learnable(mask):
     return any(a and b for a, b in itertools.pairwise(mask))
-
 
 def useful(tokenizer, rows):
     return [pair for row in rows if learnable((pair := expected(tokenizer, row))[1])]
 
-
 def kept(found):
     return [(row["input_ids"], row["loss_mask"]) for row in found.rows if row["input_ids"]]
-
 
 def runs(tokenizer, found):
     """Every stretch of supervised tokens with what stands before it, decoded: [(before, stretch), ...]."""
@@ -174,9 +157,7 @@ def runs(tokenizer, found):
                 pairs.append((tokenizer.decode(ids[:places[0]]), tokenizer.decode([ids[i] for i in places])))
     return pairs
 
-
 # ------------------------------------------------------------------------------------------- ids and masks
-
 
 @pytest.mark.parametrize("make", [byte_level, merging, without_offsets])
 def test_ids_and_mask_are_those_of_the_chat_joined_by_hand(make, dice, read):
@@ -195,7 +176,6 @@ def test_ids_and_mask_are_those_of_the_chat_joined_by_hand(make, dice, read):
             assert (got["input_ids"], got["note"]) == ([], "nothing to learn"), row
     assert compared > 50
 
-
 def test_a_chat_that_begins_with_a_reply(read):
     """The header, or a system prompt that the template puts in, trained on as if the model had written it."""
     tokenizer = byte_level("<|im_start|>system\nBe kind.<|im_end|>\n" + CHATML)
@@ -205,29 +185,20 @@ def test_a_chat_that_begins_with_a_reply(read):
     assert stretches <= {"Welcome!" + END, "Yes?" + END, "bc" + END}
     assert "Yes?" + END in stretches or found.rows[0]["note"]
 
-
-def same(content):
-    return content
-
-
-def answer(content):
-    return content.split("</think>")[-1]
-
-
 TEMPLATES = {  # template; after the header: (the template's words, the model's); the reply in later contexts
     "an empty block before the last reply": (
-        TURN + NOW + EMPTY + "{% endif %}{{ m.content }}" + CLOSE, lambda said, thought: (EMPTY, said), same),
+        TURN + NOW + EMPTY + "{% endif %}{{ m.content }}" + CLOSE, lambda said, thought: (EMPTY, said), str),
     "earlier thinking is dropped": (
         TURN + "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}"
-        "{% else %}{{ m.content }}{% endif %}" + CLOSE, lambda said, thought: ("", said), answer),
+        "{% else %}{{ m.content }}{% endif %}" + CLOSE,
+        lambda said, thought: ("", said), lambda said: said.split("</think>")[-1]),
     "the prompt opens the thinking": (
         TURN + NOW + OPEN + "{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}"
         + CLOSE.replace(HEAD, HEAD + OPEN),
-        lambda said, thought: (OPEN, f"{thought}\n</think>\n\n{said}") if thought else (EMPTY, said), same),
+        lambda said, thought: (OPEN, f"{thought}\n</think>\n\n{said}") if thought else (EMPTY, said), str),
     "the prompt alone opens the thinking": (
         TURN + "{{ m.content }}" + CLOSE.replace(HEAD, HEAD + OPEN),
-        lambda said, thought: (OPEN, said[len(OPEN):]) if said.startswith(OPEN) else ("", said), same)}
-
+        lambda said, thought: (OPEN, said[len(OPEN):]) if said.startswith(OPEN) else ("", said), str)}
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_with_thinking(name, dice, read):
@@ -252,9 +223,7 @@ def test_templates_with_thinking(name, dice, read):
     assert sorted(runs(tokenizer, found)) == sorted(want)
     assert len(kept(found)) == documents
 
-
 # ------------------------------------------------------------------------------------- sources and bad rows
-
 
 def test_every_source_gives_the_same_documents(dice, read, tmp_path):
     """A reader that loses, reorders or alters rows; the None that Parquet puts into structs kept."""
@@ -278,7 +247,6 @@ def test_every_source_gives_the_same_documents(dice, read, tmp_path):
         assert kept(read(tokenizer, write(name, tokenised))) == want, name
     mixed = [write("g.parquet", rows[20:]), write("h.jsonl.gz", rows), write("i.jsonl", tokenised)]
     assert kept(read(tokenizer, *mixed)) == half + want + want
-
 
 def test_bad_rows_are_counted_with_their_reason_and_the_good_survive(dice, read):
     """One bad line that ends the job, takes a good one with it, or vanishes uncounted."""
@@ -312,7 +280,6 @@ def test_bad_rows_are_counted_with_their_reason_and_the_good_survive(dice, read)
     for reason, n in counted.items():
         assert re.search(rf"; {n} x [^;]*{reason}[^;]*;", found.report), (reason, n, found.report)
 
-
 @pytest.mark.parametrize("name, content, says", [
     ("bad.jsonl", b'{}\n[]\nx\n{"messages": []}\n', "4 dropped"), ("blank.jsonl", b"\n\n", "nothing left"),
     ("empty.jsonl", b"", "empty.jsonl"), ("gone.jsonl", None, "gone.jsonl"), ("gone.parquet", None, "gone."),
@@ -326,9 +293,7 @@ def test_input_that_leaves_nothing_is_the_users_error(name, content, says, tmp_p
     with pytest.raises(t.UserError, match=re.escape(says)):
         read(byte_level(), tmp_path / name)
 
-
 # -------------------------------------------------------------------------- the cut, the split, the cache
-
 
 def test_the_cut_counts_what_it_keeps_and_drops(dice, read):
     """A row whose reply was cut away trained on, or dropped without a word (field-reports E1)."""
@@ -348,7 +313,6 @@ def test_the_cut_counts_what_it_keeps_and_drops(dice, read):
     assert says in found.report
     with pytest.raises(t.UserError, match="10 x nothing to learn after the cut"):
         read(tokenizer, chats(*[31] * 10), max_length=32)  # room for one token: an anchor without a label
-
 
 def test_the_held_out_split_leaks_nothing(dice, read):
     """A copy of a held-out chat in training, a row in both or neither, a wrong share, a rule that drifts."""
@@ -370,7 +334,6 @@ def test_the_held_out_split_leaks_nothing(dice, read):
     assert Counter(map(len, sides.values())) == {1: 800}
     held = sum(side == {1} for side in sides.values())
     assert abs(held - 800 * fraction) < 5 * (800 * fraction * (1 - fraction)) ** 0.5
-
 
 def test_every_change_of_the_input_is_seen_and_the_same_is_not_read_twice(dice, read, tmp_path):
     """A stale cache: other content, template, tokenizer, length or split without effect (E6)."""
@@ -396,7 +359,6 @@ def test_every_change_of_the_input_is_seen_and_the_same_is_not_read_twice(dice, 
         assert here[1:] != base[1:], f"{flags}: no effect, so this shows nothing"
         assert here[0] != base[0], f"{flags}: the same fingerprint"
 
-
 def test_the_content_decides_and_not_the_date(dice, read, tmp_path):
     """Other content with an old date (cp -p, rsync) not seen; a file only touched refused as other data."""
     path, tokenizer = tmp_path / "a.jsonl", byte_level()
@@ -408,7 +370,6 @@ def test_the_content_decides_and_not_the_date(dice, read, tmp_path):
     path.write_bytes(lines(rows[::-1] + rows))
     os.utime(path, ns=(date, date))
     assert kept(read(tokenizer, path)) == useful(tokenizer, rows[::-1] + rows)
-
 
 def test_many_processes_tokenise_as_one_does(dice, read, tmp_path):
     """Shards put together in another order, rows lost at their borders."""

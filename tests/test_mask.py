@@ -5,6 +5,7 @@ The reference is a dense mask filled cell by cell from the rule in words. Alone,
     OMP_NUM_THREADS=1 python -m pytest tests/test_mask.py          (SEED=123 in front repeats a printed seed)
 """
 import os
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -24,16 +25,13 @@ def rng():
     return np.random.default_rng(seed)
 
 
-def layout(rng, N, shortest):
+def short_documents(rng, N, shortest):
     """Documents over part of S and sorted anchors in them, N or fewer -> spans [(begin, end)], anchors."""
-    if shortest > S // 2:  # one long document, anchors late in it: some tiles are full
-        end = int(rng.integers(shortest, S + 1))
-        return [(0, end)], sorted((140 + rng.choice(end - 140, N, replace=False)).tolist())
     edges = [0]
     while edges[-1] < S - 150:
         edges.append(edges[-1] + int(rng.integers(shortest, shortest + 90)))
     real = min(int(rng.integers(N // 2, N + 1)), edges[-1])
-    return list(zip(edges, edges[1:])), sorted(rng.choice(edges[-1], real, replace=False).tolist())
+    return list(pairwise(edges)), sorted(rng.choice(edges[-1], real, replace=False).tolist())
 
 
 def tensors(spans, anchors, N):
@@ -49,29 +47,38 @@ def by_rule(spans, anchors, N, B, rule):
     document = [-1] * S
     for i, (b, e) in enumerate(spans):
         document[b:e] = [i] * (e - b)
-    rows = []
+    dense = [bytearray(S + N * B) for _ in range(N * B)]
     for n in range(N):
         for k in range(B):
-            row = [False] * (S + N * B)
+            row = dense[n * B + k]
             if n < len(anchors):  # padding blocks see no context
                 a = anchors[n]
-                for kv in range(S):
-                    near = not window or kv >= a + k - (window - 1)
-                    row[kv] = document[kv] == document[a] and kv < a and near
+                for kv in range(a):  # strictly before the anchor
+                    row[kv] = document[kv] == document[a] and (not window or kv >= a + k - (window - 1))
             for j in range(B):
-                row[S + n * B + j] = j <= k or not causal
-            rows.append(row)
-    return torch.tensor(rows)
+                row[S + n * B + j] = not causal or j <= k
+    return torch.frombuffer(bytearray().join(dense), dtype=torch.bool).view(N * B, S + N * B)
+
+
+def long_document(rng, N, first):
+    """One document and N anchors, the first of them at `first`: some tiles are full."""
+    end = int(rng.integers(340, S + 1))
+    rest = rng.choice(np.arange(first + 1, end), N - 1, replace=False)
+    return [(0, end)], [first, *sorted(rest.tolist())]
 
 
 def cases(rng, B):
-    """Masks of one block size: short documents or a long one; no window, a narrow or a wide one."""
+    """Masks of one block size -> (N, spans, anchors, (window, causal)); some bounds fall on tile edges."""
     step = 128 // np.gcd(B, 128)
     N = int(step * -(-256 // (step * B)))  # about 256 rows, or as many as make whole tiles
-    for shortest in (2, 290):
-        spans, anchors = layout(rng, N, shortest)
-        for window in (0, B + int(rng.integers(0, 9)), 240 + int(rng.integers(0, 60))):
-            yield N, spans, anchors, (window, bool(rng.integers(2)))
+    documents = short_documents(rng, N, 2)
+    layouts = [(documents, window) for window in (0, B + int(rng.integers(0, 9)))]
+    for first in (255, 256):  # the last and the first anchor that hides and shows the whole of tile 1
+        documents = long_document(rng, N, first)
+        last = documents[1][max(128 // B, 1) - 1]  # of the blocks in the first row of tiles
+        layouts += [(documents, 0), (documents, max(B, 129)), (documents, last + B + first - 256)]
+    for (spans, anchors), window in layouts:
+        yield N, spans, anchors, (window, bool(rng.integers(2)))
 
 
 @pytest.mark.parametrize("B", [4, 8, 10, 16, 96, 128, 192])
@@ -123,8 +130,8 @@ def test_compiled_flex(rng):
         return [flex_attention(q, k, v, block_mask=mask, enable_gqa=True) for mask in masks]
 
     graphs = counters["stats"]["unique_graphs"]
-    for shortest in (2, 60, 290):
-        spans, anchors = layout(rng, N, shortest)
+    for documents in (short_documents(rng, N, 2), short_documents(rng, N, 60), long_document(rng, N, 256)):
+        spans, anchors = documents
         q, k, v = (torch.from_numpy(rng.standard_normal((1, heads, rows, 16))).float()
                    for heads, rows in ((4, Q), (2, S + Q), (2, S + Q)))
         with torch.no_grad():
