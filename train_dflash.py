@@ -1209,18 +1209,19 @@ def decode(reader, prompt, new_tokens, end_ids, draft=None, temperature=0.0, dra
     return out, rounds, kept
 
 def lossless(reader, prompt, spec, spec_logits, plain, plain_logits):
-    """Was every token the plain target's own choice? -> (tokens that differ, largest logit gap of them,
-    noise).
+    """Was every token the plain target's own choice? -> (tokens that differ, largest logit gap, noise).
 
-    The reference is one-token decoding of the very prefix that was decoded: the plain run where it is the
-    same, a run forced along the same tokens otherwise. noise: the largest difference, over all these logits,
-    between reading in a block and reading one by one.
+    The reference is one-token decoding of the very prefix that was decoded: the plain run where it is the same,
+    a run forced along the same tokens otherwise. noise: where both choose the same token, the largest difference
+    between its logit read in a block and read alone.
     """
     if spec != plain[: len(spec)]:
         plain_logits = decode(reader, prompt, len(spec), (), forced=spec)[2]
     one, block = torch.stack(plain_logits[: len(spec)]).float(), torch.stack(spec_logits).float()
-    gaps = one.max(-1).values - one.gather(1, torch.tensor(spec, device=one.device)[:, None])[:, 0]
-    return int((gaps > 0).sum()), float(gaps.max()), float((one - block).abs().max())
+    chosen = torch.tensor(spec, device=one.device)[:, None]
+    gaps = one.max(-1).values - one.gather(1, chosen)[:, 0]
+    noise = (one - block).gather(1, chosen)[:, 0].abs() * (gaps == 0)
+    return int((gaps > 0).sum()), float(gaps.max()), float(noise.max())
 
 def read_prompts(path, tokenizer, limit):
     """JSONL of {"prompt": text} or {"messages": [...]} (a last assistant turn is left out) -> lists of
@@ -1255,7 +1256,7 @@ def held_out_prompts(documents, limit):
     return [ids[: mask.argmax()].tolist() for ids, mask in zip(rows["input_ids"], rows["loss_mask"])
             if mask.argmax()]
 
-def compare_decoding(model, taps, drafts, prompts, cfg, end_ids):
+def compare_decoding(model, taps, drafts, prompts, cfg, end_ids, tell=say):
     """Decode every prompt plainly and with each of `drafts` (name -> function: length -> draft), batch 1.
 
     Returns {"plain" and each name: {"runs": [(tokens, rounds, seconds)], "differ", "gap", "noise" of
@@ -1285,6 +1286,9 @@ def compare_decoding(model, taps, drafts, prompts, cfg, end_ids):
             if not cfg.temperature:
                 differ, gap, noise = lossless(plain_reader, prompt, run[0], logits, plain[0], plain_logits)
                 r.update(differ=r["differ"] + differ, gap=max(r["gap"], gap), noise=max(r["noise"], noise))
+        if (i + 1) % 8 == 0 and i + 1 < len(prompts):
+            tell(f"  {i + 1}/{len(prompts)} prompts decoded, accepted a round so far: " + ", ".join(
+                f"{name} {mean_accepted(results[name]['runs']):.2f}" for name in drafts))
     return results
 
 def mean_accepted(runs):
@@ -1322,11 +1326,10 @@ def judge_lossless(results, exact):
     differ, tokens = (sum(x) for x in zip(*((r["differ"], sum(len(o) for o, *_ in r["runs"]))
                                             for r in list(results.values())[1:])))
     gap, noise = (max(r[k] for r in results.values()) for k in ("gap", "noise"))
-    ok = differ == 0 if exact else gap <= 2 * noise
+    ok = differ == 0 if exact else gap <= 2 * noise and differ <= 0.02 * tokens
     rule = "none may in float32" if exact else (
-        f"a logit gap up to {2 * noise:.3f} is allowed, twice the noise between block and single reading in "
-        "this "
-        f"run; the largest is {gap:.3f}")
+        f"up to 2% may by a logit gap of {2 * noise:.3f}, twice the noise between reading in a block and alone "
+        f"in this run; the largest is {gap:.3f}")
     return ok, (f"{'lossless' if ok else 'NOT LOSSLESS'}: {differ} of {tokens} tokens differ from the plain "
                 f"target's one-token choice ({rule})")
 
@@ -1904,6 +1907,8 @@ def decoding_worker(seat, cfg, folder, documents, controls, stop):
                held_out_prompts(documents, cfg.num_prompts))
     if not prompts:
         raise UserError("--evaluate: the run has no held-out chats, give --prompts")
+    # cuDNN's attention plans anew for every length that decoding meets; the other kernels do not.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     model = load_target(cfg.target, dtype).to(device)
     ends, end_ids = frozen_ends(model), model.generation_config.eos_token_id
     end_ids = {*(end_ids if isinstance(end_ids, list) else [end_ids]), tokenizer.eos_token_id}

@@ -2,7 +2,7 @@
 
 The references are loops over slots, and float64 autograd through full logits. Alone, from the root:
 
-    OMP_NUM_THREADS=1 python -m pytest tests/test_loss.py          (SEED=123 in front repeats a printed seed)
+    OMP_NUM_THREADS=1 python -m pytest tests/test_loss.py         DFLASH_TEST_SEED=... repeats a failure
 """
 import itertools
 import math
@@ -16,23 +16,20 @@ import train_dflash as t
 
 @pytest.fixture(autouse=True)
 def seed():
-    value = int(os.environ.get("SEED") or int.from_bytes(os.urandom(4), "big"))
-    print("SEED", value)
+    value = int(os.environ.get("DFLASH_TEST_SEED") or int.from_bytes(os.urandom(4), "big"))
+    print(f"DFLASH_TEST_SEED={value}")
     torch.manual_seed(value)
     return value
-
 
 def close(got, want, rtol=1e-5, atol=1e-6):
     error = ((got - want).abs() - rtol * want.abs()).max()
     assert got.shape == want.shape and error <= atol, f"off by {error:.1e}: {got} {want}"
-
 
 def prefixes(n, slots):
     """valid [n, slots] as blocks_of makes it, true up to a random slot; one row is whole and one empty."""
     lengths = torch.randint(0, slots + 1, (n, 1))
     lengths[0], lengths[1] = slots, 0
     return torch.arange(slots) < lengths
-
 
 def weights_by_loop(ce, valid, loss, gamma):
     """The two definitions, slot by slot; slots are counted from 1."""
@@ -52,7 +49,6 @@ def weights_by_loop(ce, valid, loss, gamma):
                     out[n, j - 1] += reached
     return out
 
-
 def full_logits(rows, head, labels, valid, rule):
     """Cross-entropy, weights, hits and the weighted sum's gradient, in float64 through full logits."""
     loss, gamma, softcap = rule
@@ -65,7 +61,6 @@ def full_logits(rows, head, labels, valid, rule):
     (weights * ce).sum().backward()
     return ce.detach(), weights, logits.detach().argmax(-1) == labels, rows.grad
 
-
 @pytest.mark.parametrize("loss", ["dflash", "dpace"])
 def test_weights(loss):
     """Catches a wrong decay, a D-PACE prefix off by one, and labels that weigh but do not count."""
@@ -75,7 +70,6 @@ def test_weights(loss):
         got = t.slot_weights(ce, valid, loss, gamma)
         assert got.dtype == torch.float32
         close(got, weights_by_loop(ce, valid, loss, gamma))
-
 
 def test_dpace_is_expected_length():
     """Catches D-PACE weights that do not mean the number of drafts expected from that slot on."""
@@ -88,7 +82,6 @@ def test_dpace_is_expected_length():
         expected = [e + chance * max(accepted - j, 0) for j, e in enumerate(expected)]
     got = t.slot_weights(ce, torch.ones(1, 5, dtype=torch.bool), "dpace", 0.0)[0]
     close(got, torch.tensor(expected))
-
 
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 @pytest.mark.parametrize("loss", ["dflash", "dpace"])
@@ -107,7 +100,6 @@ def test_chunked_loss(loss, softcap):
             assert got[i].dtype == torch.float32
             close(got[i], want[i], 1e-4, 2e-5)
 
-
 def test_bf16():
     """Catches a softmax left in bf16: loss and gradient stay within the rounding of what goes in."""
     rows, head = (torch.randn(shape).bfloat16() for shape in ((64, 15, 32), (300, 32)))
@@ -121,7 +113,6 @@ def test_bf16():
     assert abs(total - 1) < 1e-3, total
     error = float((gradient.double() - want[3]).norm() / want[3].norm())
     assert error < 5e-3, f"gradient off by {error:.1%}"
-
 
 def test_constant_loss():
     """Catches a divisor that lets gamma move the loss, and slots that do not fall by exp(-1/gamma)."""
@@ -138,10 +129,8 @@ def test_constant_loss():
         for k in range(slots):
             close(d[k], first * math.exp(-k / gamma), 1e-4, 1e-5)
 
-
 # What five blocks of four slots were given and predicted: hit (x), miss (.), not counted (-).
 TABLE = ("xxx", "x.x", "xx-", ".--", "---")
-
 
 def counters_of(table, loss):
     """The counters of drafter_step for a drafter without layers, which predicts one token everywhere."""
@@ -162,7 +151,6 @@ def counters_of(table, loss):
     return t.drafter_step(
         drafter, ends, features, positions, start, anchor, tokens, valid, mask, loss, 7.0)[2].tolist()
 
-
 @pytest.mark.parametrize("loss", ["dflash", "dpace"])
 def test_counters(loss):
     """Catches a metric over the wrong denominator: padding blocks, uncounted slots, ratios before sums."""
@@ -182,7 +170,6 @@ def test_counters(loss):
     none = t.read_counters(counters_of(("---", "---"), loss))
     assert math.isnan(none["loss"]) and math.isnan(none["accept_len"]) and none["blocks"] == 0
     assert none["position_accuracy"] == [None] * 3
-
 
 def test_default_gamma():
     """Catches a published decay changed, or a block size whose decay falls below a smaller block's."""

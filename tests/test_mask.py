@@ -2,7 +2,7 @@
 
 The reference is a dense mask filled cell by cell from the rule in words. Alone, from the repository's root:
 
-    OMP_NUM_THREADS=1 python -m pytest tests/test_mask.py          (SEED=123 in front repeats a printed seed)
+    OMP_NUM_THREADS=1 python -m pytest tests/test_mask.py         DFLASH_TEST_SEED=... repeats a failure
 """
 import os
 from itertools import pairwise
@@ -17,13 +17,11 @@ import train_dflash as t
 
 S = 384
 
-
 @pytest.fixture
 def rng():
-    seed = int(os.environ.get("SEED") or int.from_bytes(os.urandom(4), "big"))
-    print("SEED", seed)
+    seed = int(os.environ.get("DFLASH_TEST_SEED") or int.from_bytes(os.urandom(4), "big"))
+    print(f"DFLASH_TEST_SEED={seed}")
     return np.random.default_rng(seed)
-
 
 def short_documents(rng, N, shortest):
     """Documents over part of S and sorted anchors in them, N or fewer -> spans [(begin, end)], anchors."""
@@ -33,13 +31,11 @@ def short_documents(rng, N, shortest):
     real = min(int(rng.integers(N // 2, N + 1)), edges[-1])
     return list(pairwise(edges)), sorted(rng.choice(edges[-1], real, replace=False).tolist())
 
-
 def tensors(spans, anchors, N):
     """start, anchor [N] int32 as the trainer has them: padding blocks stand at 0."""
     begin = [next(b for b, e in spans if b <= a < e) for a in anchors]
     pad = [0] * (N - len(anchors))
     return torch.tensor(begin + pad, dtype=torch.int32), torch.tensor(anchors + pad, dtype=torch.int32)
-
 
 def by_rule(spans, anchors, N, B, rule):
     """The rule, cell by cell -> bool [N*B, S + N*B]."""
@@ -59,13 +55,11 @@ def by_rule(spans, anchors, N, B, rule):
                 row[S + n * B + j] = not causal or j <= k
     return torch.frombuffer(bytearray().join(dense), dtype=torch.bool).view(N * B, S + N * B)
 
-
 def long_document(rng, N, first):
     """One document and N anchors, the first of them at `first`: some tiles are full."""
     end = int(rng.integers(340, S + 1))
     rest = rng.choice(np.arange(first + 1, end), N - 1, replace=False)
     return [(0, end)], [first, *sorted(rest.tolist())]
-
 
 def cases(rng, B):
     """Masks of one block size -> (N, spans, anchors, (window, causal)); some bounds fall on tile edges."""
@@ -80,7 +74,6 @@ def cases(rng, B):
     for (spans, anchors), window in layouts:
         yield N, spans, anchors, (window, bool(rng.integers(2)))
 
-
 @pytest.mark.parametrize("B", [4, 8, 10, 16, 96, 128, 192])
 def test_visible(B, rng):
     """Catches a leak at the anchor, across documents or blocks, and a window or causality off by one."""
@@ -89,7 +82,6 @@ def test_visible(B, rng):
         got = t.visible(q, kv, *tensors(spans, anchors, N), S, B, *rule)
         wrong = (got != by_rule(spans, anchors, N, B, rule)).nonzero().tolist()
         assert not wrong, f"rule {rule}, anchors {anchors}: {len(wrong)} cells, first {wrong[:3]}"
-
 
 @pytest.mark.parametrize("B", [4, 8, 10, 16, 96, 128, 192])
 def test_tiles(B, rng):
@@ -116,7 +108,6 @@ def test_tiles(B, rng):
         assert mask.shape == (1, 1, N * B, S + N * B) and mask.BLOCK_SIZE == (128, 128)
         assert mask.kv_indices.shape[:2] == mask.full_kv_indices.shape[:2] == (1, 1), "one for all heads"
         assert torch.equal(mask.to_dense()[0, 0].bool(), partial | full)
-
 
 def test_compiled_flex(rng):
     """Catches a BlockMask that is not the predicate's mask, and one that recompiles with its content."""
