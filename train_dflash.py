@@ -729,12 +729,14 @@ def find_rope_theta(text):
     return float(theta or 1e6)
 
 def rectangles(lengths, limit, launch=2048):
-    """Rows (longest first) -> [(first, last, width)]: rectangles of at most `limit` tokens. One more of them costs
-    its launches, about as much as `launch` tokens of padding, so that it is begun when that much has gathered."""
+    """Rows (longest first) -> [(first, last, width)]: rectangles of at most `limit` tokens. One more of
+    them costs its launches, about as much as `launch` tokens of padding, so that it is begun when that
+    much has gathered."""
     out, first = [], 0
     while first < len(lengths):
         width, last, padding = -(-int(lengths[first]) // 64) * 64, first, 0
-        while last < len(lengths) and (last == first or ((last - first + 1) * width <= limit and padding < launch)):
+        while last < len(lengths) and (
+                last == first or ((last - first + 1) * width <= limit and padding < launch)):
             padding, last = padding + width - int(lengths[last]), last + 1
         out.append((first, last, width))
         first = last
@@ -1211,9 +1213,9 @@ def decode(reader, prompt, new_tokens, end_ids, draft=None, temperature=0.0, dra
 def lossless(reader, prompt, spec, spec_logits, plain, plain_logits):
     """Was every token the plain target's own choice? -> (tokens that differ, largest logit gap, noise).
 
-    The reference is one-token decoding of the very prefix that was decoded: the plain run where it is the same,
-    a run forced along the same tokens otherwise. noise: where both choose the same token, the largest difference
-    between its logit read in a block and read alone.
+    The reference is one-token decoding of the very prefix that was decoded: the plain run where it is the
+    same, a run forced along the same tokens otherwise. noise: where both choose the same token, the largest
+    difference between its logit read in a block and read alone.
     """
     if spec != plain[: len(spec)]:
         plain_logits = decode(reader, prompt, len(spec), (), forced=spec)[2]
@@ -1328,8 +1330,8 @@ def judge_lossless(results, exact):
     gap, noise = (max(r[k] for r in results.values()) for k in ("gap", "noise"))
     ok = differ == 0 if exact else gap <= 2 * noise and differ <= 0.02 * tokens
     rule = "none may in float32" if exact else (
-        f"up to 2% may by a logit gap of {2 * noise:.3f}, twice the noise between reading in a block and alone "
-        f"in this run; the largest is {gap:.3f}")
+        f"up to 2% may by a logit gap of {2 * noise:.3f}, twice the noise between reading in a block and "
+        f"alone in this run; the largest is {gap:.3f}")
     return ok, (f"{'lossless' if ok else 'NOT LOSSLESS'}: {differ} of {tokens} tokens differ from the plain "
                 f"target's one-token choice ({rule})")
 
@@ -2408,7 +2410,6 @@ def main(argv):
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the tokenising processes are the parallelism
     try:
         cfg, given = parse(argv)
@@ -2423,4 +2424,5 @@ def main(argv):
     return code
 
 if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # kill -USR1 prints every thread's stack
     sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,6 @@
-"""What the tests share: a tiny real target on disk with chats for it, and the trainer run as a user runs it."""
+"""What the tests share: a tiny real target on disk with chats for it, and the trainer run as a user runs
+it."""
+
 import json
 import os
 import signal
@@ -18,15 +20,28 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here may look for a hub
 
 def make_target(folder, layers=4, hidden=32, vocab=264, seed=0, **more):
     """A random Qwen3-style causal LM with the byte tokenizer, saved as a user's folder would be."""
-    import train_dflash as t
     from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    import train_dflash as t
 
     tokenizer = t.byte_tokenizer()
     torch.manual_seed(seed)
-    config = Qwen3Config(**{
-        "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": hidden // 4, "max_position_embeddings": 512,
-        "eos_token_id": tokenizer.eos_token_id, "tie_word_embeddings": False, "initializer_range": 0.2, **more})
+    config = Qwen3Config(
+        **{
+            "vocab_size": vocab,
+            "hidden_size": hidden,
+            "intermediate_size": 2 * hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": hidden // 4,
+            "max_position_embeddings": 512,
+            "eos_token_id": tokenizer.eos_token_id,
+            "tie_word_embeddings": False,
+            "initializer_range": 0.2,
+            **more,
+        }
+    )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -47,21 +62,36 @@ def tiny(tmp_path_factory):
 def own_cache(tmp_path_factory):
     """datasets' cache of the test session, so that the home folder is left alone."""
     import datasets
+
     datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("datasets")
     os.environ["HF_DATASETS_CACHE"] = str(datasets.config.HF_DATASETS_CACHE)
 
 
-SMALL = ("--tokens 256 --anchors 32 --block 4 --layers 2 --max-length 128 --eval-fraction 0.1 --eval-every 4 "
-         "--save-every 2 --log-every 1 --lr 2e-3").split()
+SMALL = ["--tokens", "256", "--anchors", "32", "--block", "4", "--layers", "2", "--max-length", "128", "--eval-fraction", "0.1", "--eval-every", "4", "--save-every", "2", "--log-every", "1", "--lr", "2e-3"]
 
 
 def start(tiny, out, *flags, env=None, script=ROOT / "train_dflash.py"):
     """The trainer as a process of its own."""
     target, chats = tiny
     return subprocess.Popen(
-        [sys.executable, str(script), "--target", str(target), "--data", str(chats), "--out", str(out), *SMALL,
-         *map(str, flags)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=out.parent,
-        env={**os.environ, **(env or {})})
+        [
+            sys.executable,
+            str(script),
+            "--target",
+            str(target),
+            "--data",
+            str(chats),
+            "--out",
+            str(out),
+            *SMALL,
+            *map(str, flags),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=out.parent,
+        env={**os.environ, **(env or {})},
+    )
 
 
 def finish(process, seconds=240):

@@ -1,4 +1,6 @@
-"""The compiled step on a CUDA GPU: python -m pytest tests/test_gpu.py (without a GPU each test says that it skips)."""
+"""The compiled step on a CUDA GPU: python -m pytest tests/test_gpu.py (without a GPU each test says that
+it skips)."""
+
 import os
 import shutil
 
@@ -9,16 +11,28 @@ from conftest import masters, run
 
 import train_dflash as t
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU: flex_attention has no "
-                                                                      "CPU backward")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no CUDA GPU: flex_attention has no CPU backward"
+)
 
 
 def geometry(D=256, H=4, G=2, h=64, ffn=512, L=3, B=8, K=2, V=1000, window=0, causal=None):
     kinds = ["sliding_attention"] * (L - 1 if window else 0) + ["full_attention"] * (1 if window else L)
-    config = {"hidden_size": D, "intermediate_size": ffn, "num_hidden_layers": L, "num_attention_heads": H,
-              "num_key_value_heads": G, "head_dim": h, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "layer_types": kinds,
-              "sliding_window": window or None, "block_size": B, "vocab_size": V,
-              "dflash_config": {"target_layer_ids": list(range(K))}}
+    config = {
+        "hidden_size": D,
+        "intermediate_size": ffn,
+        "num_hidden_layers": L,
+        "num_attention_heads": H,
+        "num_key_value_heads": G,
+        "head_dim": h,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "layer_types": kinds,
+        "sliding_window": window or None,
+        "block_size": B,
+        "vocab_size": V,
+        "dflash_config": {"target_layer_ids": list(range(K))},
+    }
     return config if causal is None else {**config, "is_causal": causal}
 
 
@@ -27,7 +41,7 @@ def random_batch(draw, S, N, B, V, longest):
     begin, end, at = np.zeros(S, int), np.zeros(S, int), 0
     while at < S:
         n = min(int(draw.integers(2, longest)), S - at)
-        begin[at: at + n], end[at: at + n] = at, at + n
+        begin[at : at + n], end[at : at + n] = at, at + n
         at += n
     supervised = draw.random(S) > 0.05
     supervised[np.arange(S) - begin < (end - begin) // 4] = False
@@ -39,17 +53,36 @@ def run_step(step, drafter, ends, batch, features, loss):
     """One step on the device and in the dtype of `features` -> (counters, gradients by name)."""
     drafter.zero_grad()
     x = t.to_device(batch, features.device.type)
-    rows, gradient, counters = step(drafter, ends, features, x["positions"], x["start"], x["anchor"], x["tokens"],
-                                    x["valid"], 7, loss, 4.0)
+    rows, gradient, counters = step(
+        drafter,
+        ends,
+        features,
+        x["positions"],
+        x["start"],
+        x["anchor"],
+        x["tokens"],
+        x["valid"],
+        7,
+        loss,
+        4.0,
+    )
     rows.backward(gradient)
     return counters.double().cpu(), {k: p.grad.double().cpu().clone() for k, p in drafter.named_parameters()}
 
 
-@pytest.mark.parametrize("loss,window,causal,B", [("dflash", 0, None, 8), ("dpace", 0, None, 16), ("dflash", 96, None, 8),
-                                                  ("dpace", 96, False, 16), ("dflash", 0, None, 10)])
+@pytest.mark.parametrize(
+    "loss,window,causal,B",
+    [
+        ("dflash", 0, None, 8),
+        ("dpace", 0, None, 16),
+        ("dflash", 96, None, 8),
+        ("dpace", 96, False, 16),
+        ("dflash", 0, None, 10),
+    ],
+)
 def test_compiled_step_equals_float64(loss, window, causal, B):
-    """Catches any fault of the compiled path (tiles, flex backward, casts): loss and every gradient against the dense
-    float64 step on a CPU, whose own reference is in test_drafter.py."""
+    """Catches any fault of the compiled path (tiles, flex backward, casts): loss and every gradient
+    against the dense float64 step on a CPU, whose own reference is in test_drafter.py."""
     seed = int.from_bytes(os.urandom(4), "big")
     print("seed", seed)
     draw, S, N = np.random.default_rng(seed), 1024, 64
@@ -59,29 +92,52 @@ def test_compiled_step_equals_float64(loss, window, causal, B):
     torch.manual_seed(seed)
     batch = random_batch(draw, S, N, B, 1000, 400)
     features = torch.randn(S, 512).bfloat16()
-    ends = {"embed": torch.randn(1000, 256).bfloat16(), "head": (torch.randn(1000, 256) / 4).bfloat16(), "embed_scale": 1.0,
-            "softcap": 0.0}
+    ends = {
+        "embed": torch.randn(1000, 256).bfloat16(),
+        "head": (torch.randn(1000, 256) / 4).bfloat16(),
+        "embed_scale": 1.0,
+        "softcap": 0.0,
+    }
     exact = t.Drafter(config).double()
     exact.load_state_dict({k: v.double() for k, v in drafter.state_dict().items()})
-    want = run_step(t.drafter_step, exact, {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in ends.items()},
-                    batch, features.double(), loss)
+    want = run_step(
+        t.drafter_step,
+        exact,
+        {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in ends.items()},
+        batch,
+        features.double(),
+        loss,
+    )
     step = torch.compile(t.drafter_step, fullgraph=True, dynamic=False)
-    have = run_step(step, drafter.cuda(), {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in ends.items()}, batch,
-                    features.cuda(), loss)
+    have = run_step(
+        step,
+        drafter.cuda(),
+        {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in ends.items()},
+        batch,
+        features.cuda(),
+        loss,
+    )
     torch.testing.assert_close(have[0][:2], want[0][:2], rtol=5e-3, atol=0)
     for k, g in want[1].items():
-        assert (have[1][k] - g).norm() <= 3e-2 * g.norm() + 1e-9, (k, float((have[1][k] - g).norm() / g.norm()))
+        assert (have[1][k] - g).norm() <= 3e-2 * g.norm() + 1e-9, (
+            k,
+            float((have[1][k] - g).norm() / g.norm()),
+        )
 
 
 def test_one_graph_for_every_micro_batch():
-    """Catches a graph that depends on what a micro-batch holds: 50 different ones, one compilation; after warm-up another
-    shape is an error and not a second graph, and nothing ever runs dense."""
+    """Catches a graph that depends on what a micro-batch holds: 50 different ones, one compilation; after
+    warm-up another shape is an error and not a second graph, and nothing ever runs dense."""
     draw, S, N, B = np.random.default_rng(0), 1024, 64, 8
     torch._dynamo.reset()
     drafter = t.Drafter(geometry()).cuda()
     drafter.initialise(0)
-    ends = {"embed": torch.randn(1000, 256).bfloat16().cuda(), "head": torch.randn(1000, 256).bfloat16().cuda(),
-            "embed_scale": 1.0, "softcap": 0.0}
+    ends = {
+        "embed": torch.randn(1000, 256).bfloat16().cuda(),
+        "head": torch.randn(1000, 256).bfloat16().cuda(),
+        "embed_scale": 1.0,
+        "softcap": 0.0,
+    }
     step = torch.compile(t.drafter_step, fullgraph=True, dynamic=False)
     features = torch.randn(S, 512, device="cuda", dtype=torch.bfloat16)
     torch._dynamo.utils.counters.clear()
@@ -90,23 +146,42 @@ def test_one_graph_for_every_micro_batch():
         for _ in range(49):
             run_step(step, drafter, ends, random_batch(draw, S, N, B, 1000, 300), features, "dflash")
         with pytest.raises(RuntimeError, match="recompile"):
-            run_step(step, drafter, ends, random_batch(draw, 2 * S, N, B, 1000, 300), features.repeat(2, 1), "dflash")
+            run_step(
+                step,
+                drafter,
+                ends,
+                random_batch(draw, 2 * S, N, B, 1000, 300),
+                features.repeat(2, 1),
+                "dflash",
+            )
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_graph_break_is_an_error():
-    """Catches a step that would run in pieces: whatever cannot be traced raises instead of falling to eager (dense)."""
+    """Catches a step that would run in pieces: whatever cannot be traced raises instead of falling to
+    eager (dense)."""
+
     def broken(*args):
         torch._dynamo.graph_break()
         return t.drafter_step(*args)
 
     drafter = t.Drafter(geometry()).cuda()
-    ends = {"embed": torch.randn(1000, 256).bfloat16().cuda(), "head": torch.randn(1000, 256).bfloat16().cuda(),
-            "embed_scale": 1.0, "softcap": 0.0}
+    ends = {
+        "embed": torch.randn(1000, 256).bfloat16().cuda(),
+        "head": torch.randn(1000, 256).bfloat16().cuda(),
+        "embed_scale": 1.0,
+        "softcap": 0.0,
+    }
     features = torch.randn(1024, 512, device="cuda", dtype=torch.bfloat16)
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        run_step(torch.compile(broken, fullgraph=True), drafter, ends,
-                 random_batch(np.random.default_rng(0), 1024, 64, 8, 1000, 300), features, "dflash")
+        run_step(
+            torch.compile(broken, fullgraph=True),
+            drafter,
+            ends,
+            random_batch(np.random.default_rng(0), 1024, 64, 8, 1000, 300),
+            features,
+            "dflash",
+        )
 
 
 def run_on(tiny, out, *flags):
@@ -115,8 +190,8 @@ def run_on(tiny, out, *flags):
 
 
 def test_colocated_run_and_resume_on_a_gpu(tiny, tmp_path):
-    """Catches a run that does not come to its end on a GPU, a second graph (fail_on_recompile is set), and a resume that is
-    not the straight run within bf16 noise."""
+    """Catches a run that does not come to its end on a GPU, a second graph (fail_on_recompile is set), and
+    a resume that is not the straight run within bf16 noise."""
     straight = run_on(tiny, tmp_path / "a", "--target-gpus", "0", "--drafter-gpus", "0")
     run(tiny, tmp_path / "b", "--device", "cuda", "--max-steps", 6, "--target-gpus", 0, "--drafter-gpus", 0)
     (tmp_path / "b" / "export" / "config.json").unlink()
@@ -124,7 +199,9 @@ def test_colocated_run_and_resume_on_a_gpu(tiny, tmp_path):
     shutil.rmtree(tmp_path / "b" / "checkpoints" / "step-00000006")
     resumed = run_on(tiny, tmp_path / "b", "--target-gpus", "0", "--drafter-gpus", "0")
     for k, v in straight.items():
-        assert (resumed[k] - v).abs().max() <= 1e-3, k  # 6 steps at lr 2e-3; unequal: float atomics in flex's backward
+        assert (resumed[k] - v).abs().max() <= 1e-3, (
+            k
+        )  # 6 steps at lr 2e-3; unequal: float atomics in flex's backward
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than 2 GPUs: the wire over NCCL needs two")

@@ -1,4 +1,5 @@
 """The race this project answers, and its cure: python -m pytest tests/test_race.py"""
+
 import multiprocessing
 import threading
 
@@ -34,10 +35,13 @@ def call_compiled(calls):
 
 
 def test_tracing_in_one_thread_makes_a_compiled_call_in_another_refuse():
-    """Shows the fault that drafters as threads would meet on the pinned torch; where a later torch passes this, say so."""
+    """Shows the fault that drafters as threads would meet on the pinned torch; where a later torch passes
+    this, say so."""
     version = tuple(int(x) for x in torch.__version__.split("+")[0].split(".")[:2])
     if version > PINNED:
-        pytest.skip(f"torch {torch.__version__} made the tracing flag thread-local; other races stay (pytorch #136833)")
+        pytest.skip(
+            f"torch {torch.__version__} made the tracing flag thread-local; other races stay (#136833)"
+        )
     calls, done = call_compiled(2000), threading.Event()
     next(calls)
     tracer = threading.Thread(target=trace, args=(done,))
@@ -51,7 +55,8 @@ def test_tracing_in_one_thread_makes_a_compiled_call_in_another_refuse():
 
 
 def test_tracing_in_another_process_never_does():
-    """Catches a return of the race: the same work in a process of its own, as every drafter is, refuses no call."""
+    """Catches a return of the race: the same work in a process of its own, as every drafter is, refuses no
+    call."""
     context = multiprocessing.get_context("spawn")
     done, started = context.Event(), context.Event()
     calls = call_compiled(20000)

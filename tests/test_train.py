@@ -1,4 +1,5 @@
 """Whole runs in real processes on the CPU: python -m pytest tests/test_train.py"""
+
 import json
 import os
 import random
@@ -21,16 +22,31 @@ def straight(tiny, tmp_path_factory):
 def same(a, b, exact=True):
     assert a.keys() == b.keys()
     for k in a:
-        torch.testing.assert_close(a[k], b[k], rtol=0 if exact else 1e-4, atol=0 if exact else 2e-5, msg=lambda m, k=k: k + m)
+        torch.testing.assert_close(
+            a[k], b[k], rtol=0 if exact else 1e-4, atol=0 if exact else 2e-5, msg=lambda m, k=k: k + m
+        )
 
 
 @pytest.mark.parametrize("topology,accumulation", [("0,1 2,3,4", 1), ("0 1", 3), ("0,1,2 0,1,2", 1)])
 def test_topologies_agree(tiny, tmp_path, straight, topology, accumulation):
-    """Catches weights that depend on who computes: 2 targets + 3 drafters, 1 + 1 and 3 colocated give the weights and the
-    losses of one process, to float tolerance (a lost, doubled or misrouted micro-batch, a mean of means, a late step)."""
+    """Catches weights that depend on who computes: 2 targets + 3 drafters, 1 + 1 and 3 colocated give the
+    weights and the losses of one process, to float tolerance (a lost, doubled or misrouted micro-batch, a
+    mean of means, a late step)."""
     targets, drafters = topology.split()
-    run(tiny, tmp_path / "run", "--device", "cpu", "--target-gpus", targets, "--drafter-gpus", drafters, "--max-steps", 8,
-        "--accumulation", accumulation)
+    run(
+        tiny,
+        tmp_path / "run",
+        "--device",
+        "cpu",
+        "--target-gpus",
+        targets,
+        "--drafter-gpus",
+        drafters,
+        "--max-steps",
+        8,
+        "--accumulation",
+        accumulation,
+    )
     same(masters(tmp_path / "run"), masters(straight), exact=False)
     for kind in ("train", "eval"):
         a, b = metrics(tmp_path / "run", kind), metrics(straight, kind)
@@ -40,8 +56,9 @@ def test_topologies_agree(tiny, tmp_path, straight, topology, accumulation):
 
 
 def test_killed_and_resumed_is_bit_equal(tiny, tmp_path, straight):
-    """Catches anything that resuming forgets (moments, step count, order, anchors, learning rate): a run killed with -9 at
-    a random moment, all of it, three times, ends with the very bits of the uninterrupted one."""
+    """Catches anything that resuming forgets (moments, step count, order, anchors, learning rate): a run
+    killed with -9 at a random moment, all of it, three times, ends with the very bits of the uninterrupted
+    one."""
     flags, out = ("--max-steps", 8, "--accumulation", 3), tmp_path / "run"
     for _ in range(3):
         process = start(tiny, out, *flags)
@@ -54,15 +71,19 @@ def test_killed_and_resumed_is_bit_equal(tiny, tmp_path, straight):
     same(masters(out), masters(straight))
     by_step = {r["step"]: r for r in metrics(out, "train")}
     for r in metrics(straight, "train"):
-        assert {k: by_step[r["step"]][k] for k in ("micro_batches", "loss", "lr", "accept_len")} == \
-               {k: r[k] for k in ("micro_batches", "loss", "lr", "accept_len")}
+        assert {k: by_step[r["step"]][k] for k in ("micro_batches", "loss", "lr", "accept_len")} == {
+            k: r[k] for k in ("micro_batches", "loss", "lr", "accept_len")
+        }
     assert len(metrics(out, "restart")) >= 1
 
 
 def test_sigterm_saves_and_goes_on(tiny, tmp_path, straight):
-    """Catches a stop that loses steps or is no agreement: SIGTERM to main ends 2 + 3 processes with 75 at one step, saved;
-    the same command then reaches the straight run's weights."""
-    flags, out = ("--max-steps", 8, "--device", "cpu", "--target-gpus", "0,1", "--drafter-gpus", "2,3,4"), tmp_path / "run"
+    """Catches a stop that loses steps or is no agreement: SIGTERM to main ends 2 + 3 processes with 75 at
+    one step, saved; the same command then reaches the straight run's weights."""
+    flags, out = (
+        ("--max-steps", 8, "--device", "cpu", "--target-gpus", "0,1", "--drafter-gpus", "2,3,4"),
+        tmp_path / "run",
+    )
     process = start(tiny, out, *flags)
     until(lambda: metrics(out, "train"))
     process.send_signal(signal.SIGTERM)
@@ -78,10 +99,12 @@ def test_sigterm_saves_and_goes_on(tiny, tmp_path, straight):
 
 @pytest.mark.parametrize("who", ["target", "drafter"])
 def test_dead_worker_ends_the_run(tiny, tmp_path, who):
-    """Catches a run that hangs or claims success when one of its processes is killed: exit 1, the dead one named in the
-    last line, nobody left."""
+    """Catches a run that hangs or claims success when one of its processes is killed: exit 1, the dead one
+    named in the last line, nobody left."""
     out = tmp_path / "run"
-    process = start(tiny, out, "--epochs", 500, "--device", "cpu", "--target-gpus", "0,1", "--drafter-gpus", "2,3")
+    process = start(
+        tiny, out, "--epochs", 500, "--device", "cpu", "--target-gpus", "0,1", "--drafter-gpus", "2,3"
+    )
     until(lambda: len(metrics(out, "train")) >= 2)
     family = psutil.Process(process.pid).children(recursive=True)
     workers = [p for p in family if "spawn_main" in " ".join(p.cmdline())]
@@ -97,9 +120,15 @@ def test_dead_worker_ends_the_run(tiny, tmp_path, who):
 def test_no_parent_no_children(tiny, tmp_path):
     """Catches orphans: when main is killed with -9 its workers die with it and keep no GPU."""
     out = tmp_path / "run"
-    process = start(tiny, out, "--epochs", 500, "--device", "cpu", "--target-gpus", "0", "--drafter-gpus", "1,2")
+    process = start(
+        tiny, out, "--epochs", 500, "--device", "cpu", "--target-gpus", "0", "--drafter-gpus", "1,2"
+    )
     until(lambda: len(metrics(out, "train")) >= 2)
-    workers = [p for p in psutil.Process(process.pid).children(recursive=True) if "spawn_main" in " ".join(p.cmdline())]
+    workers = [
+        p
+        for p in psutil.Process(process.pid).children(recursive=True)
+        if "spawn_main" in " ".join(p.cmdline())
+    ]
     assert len(workers) == 3
     process.kill()
     finish(process)
@@ -118,33 +147,82 @@ def test_second_run_on_a_folder_is_refused(tiny, tmp_path):
 
 
 def test_finished_run_says_so_and_more_steps_go_on(tiny, tmp_path, straight):
-    """Catches a finished run trained again, a changed field taken silently, and a longer run that starts over."""
+    """Catches a finished run trained again, a changed field taken silently, and a longer run that starts
+    over."""
     import shutil
+
     out = tmp_path / "run"
     shutil.copytree(straight, out)
-    before = {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file() and p.name not in ("heartbeat.json", "trainer.lock")}
+    before = {
+        p: p.stat().st_mtime_ns
+        for p in out.rglob("*")
+        if p.is_file() and p.name not in ("heartbeat.json", "trainer.lock")
+    }
     stdout, _ = run(tiny, out, "--max-steps", 8, "--accumulation", 3)
     assert "finished at step 8" in stdout
     assert before == {p: p.stat().st_mtime_ns for p in before}
-    for flags, word in ((("--seed", 1), "seed 0, now it is 1"), (("--loss", "dpace"), "loss dflash, now it is dpace"),
-                        (("--target-layer-ids", "0,1"), "target-layer-ids [0, 2], now it is [0, 1]"),
-                        (("--mask-token-id", 260), "mask-token-id 259, now it is 260"), (("--gamma", 3), "gamma")):
+    for flags, word in (
+        (("--seed", 1), "seed 0, now it is 1"),
+        (("--loss", "dpace"), "loss dflash, now it is dpace"),
+        (("--target-layer-ids", "0,1"), "target-layer-ids [0, 2], now it is [0, 1]"),
+        (("--mask-token-id", 260), "mask-token-id 259, now it is 260"),
+        (("--gamma", 3), "gamma"),
+    ):
         _, stderr = run(tiny, out, "--max-steps", 8, "--accumulation", 3, *flags, code=2)
         assert word in stderr and len(stderr.splitlines()) == 1, stderr
-    stdout, _ = run(tiny, out, "--max-steps", 10, "--device", "cpu", "--target-gpus", "0", "--drafter-gpus", "1,2")
-    assert "drafters 1 -> 2" in stdout and "accumulation 3 -> 1" in stdout and "going on from step-00000008" in stdout
+    stdout, _ = run(
+        tiny, out, "--max-steps", 10, "--device", "cpu", "--target-gpus", "0", "--drafter-gpus", "1,2"
+    )
+    assert (
+        "drafters 1 -> 2" in stdout
+        and "accumulation 3 -> 1" in stdout
+        and "going on from step-00000008" in stdout
+    )
     assert [r["step"] for r in metrics(out, "train")] == list(range(1, 11))
 
 
 def test_what_a_run_leaves_behind(straight):
     """Catches missing files and fields that a person, the supervisor or a serving engine reads."""
-    assert {p.name for p in straight.iterdir()} == {"checkpoints", "config.json", "export", "heartbeat.json",
-                                                    "metrics.jsonl", "trainer.lock"}
-    assert json.loads((straight / "heartbeat.json").read_text()).keys() == {"step", "micro_batches", "phase", "time", "pid"}
+    assert {p.name for p in straight.iterdir()} == {
+        "checkpoints",
+        "config.json",
+        "export",
+        "heartbeat.json",
+        "metrics.jsonl",
+        "trainer.lock",
+    }
+    assert json.loads((straight / "heartbeat.json").read_text()).keys() == {
+        "step",
+        "micro_batches",
+        "phase",
+        "time",
+        "pid",
+    }
     for line in metrics(straight, "train"):
-        assert not {"step", "micro_batches", "loss", "lr", "grad_norm", "accept_len", "position_accuracy", "tokens_per_s",
-                    "rows_per_s", "mfu", "ms", "wait_ms", "data_ms", "mem_gib", "eta_s"} - line.keys()
-    assert [r["kind"] for r in metrics(straight) if r["kind"] not in ("train", "save", "eval")] == ["start", "end"]
+        assert (
+            not {
+                "step",
+                "micro_batches",
+                "loss",
+                "lr",
+                "grad_norm",
+                "accept_len",
+                "position_accuracy",
+                "tokens_per_s",
+                "rows_per_s",
+                "mfu",
+                "ms",
+                "wait_ms",
+                "data_ms",
+                "mem_gib",
+                "eta_s",
+            }
+            - line.keys()
+        )
+    assert [r["kind"] for r in metrics(straight) if r["kind"] not in ("train", "save", "eval")] == [
+        "start",
+        "end",
+    ]
     kept = sorted(p.name for p in (straight / "checkpoints").iterdir())
     assert kept == ["latest", "step-00000004", "step-00000006", "step-00000008"]
     for folder in (straight / "export", straight / "checkpoints" / "step-00000004"):
@@ -154,8 +232,10 @@ def test_what_a_run_leaves_behind(straight):
 
 @pytest.mark.parametrize("broken", ["truncated", "missing", "zeroed"])
 def test_broken_checkpoint_is_named_and_passed_over(tiny, tmp_path, straight, broken):
-    """Catches a resume from a damaged newest checkpoint: the one before it is used, the broken one named and kept."""
+    """Catches a resume from a damaged newest checkpoint: the one before it is used, the broken one named
+    and kept."""
     import shutil
+
     out = tmp_path / "run"
     shutil.copytree(straight, out)
     shutil.rmtree(out / "export")
@@ -172,9 +252,15 @@ def test_broken_checkpoint_is_named_and_passed_over(tiny, tmp_path, straight, br
 
 
 def test_tracker_that_fails_stops_nothing(tiny, tmp_path):
-    """Catches a tracker that can end the training; offline it logs without a key, and its run id survives a restart."""
+    """Catches a tracker that can end the training; offline it logs without a key, and its run id survives
+    a restart."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
-    env |= {"WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true", "HOME": str(tmp_path), "WANDB_MODE": "offline"}
+    env |= {
+        "WANDB_DIR": str(tmp_path),
+        "WANDB_SILENT": "true",
+        "HOME": str(tmp_path),
+        "WANDB_MODE": "offline",
+    }
     run(tiny, tmp_path / "good", "--max-steps", 2, "--wandb", "test", env=env)
     first = (tmp_path / "good" / "wandb_id").read_text()
     run(tiny, tmp_path / "good", "--max-steps", 3, "--wandb", "test", env=env)
