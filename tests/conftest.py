@@ -67,7 +67,10 @@ def own_cache(tmp_path_factory):
     os.environ["HF_DATASETS_CACHE"] = str(datasets.config.HF_DATASETS_CACHE)
 
 
-SMALL = ["--tokens", "256", "--anchors", "32", "--block", "4", "--layers", "2", "--max-length", "128", "--eval-fraction", "0.1", "--eval-every", "4", "--save-every", "2", "--log-every", "1", "--lr", "2e-3"]
+SMALL = (
+    "--tokens 256 --anchors 32 --block 4 --layers 2 --max-length 128 --eval-fraction 0.1 --eval-every 4 "
+    "--save-every 2 --log-every 1 --lr 2e-3"
+).split()
 
 
 def start(tiny, out, *flags, env=None, script=ROOT / "train_dflash.py"):
