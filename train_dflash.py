@@ -165,8 +165,7 @@ def check(cfg):
 
     at_least_0 = "heads kv_heads head_dim ffn sliding_window full_layers max_steps workers gamma temperature"
     above_0 = ("block layers tokens anchors max_length accumulation clip lr eval_every save_every log_every "
-               "keep"
-               " stall_timeout num_prompts new_tokens")
+               "keep stall_timeout num_prompts new_tokens")
     for name in (at_least_0 + " " + above_0).split():
         value = getattr(cfg, name)
         may_be_0 = name in at_least_0.split()
@@ -180,8 +179,7 @@ def check(cfg):
          f"--tokens {cfg.tokens}: must be a multiple of {TILE}, as {-(-cfg.tokens // TILE) * TILE} is")
     step = TILE // math.gcd(cfg.block, TILE)
     need(cfg.anchors % step == 0, f"--anchors {cfg.anchors} x --block {cfg.block}: must be a multiple of "
-                                  f"{TILE}"
-         f", as {-(-cfg.anchors // step) * step} anchors are")
+         f"{TILE}, as {-(-cfg.anchors // step) * step} anchors are")
     need(cfg.max_length <= cfg.tokens,
          f"--max-length {cfg.max_length} is more than --tokens {cfg.tokens}: a row must fit its micro-batch")
     need(not cfg.sliding_window or cfg.sliding_window >= cfg.block,
@@ -290,11 +288,11 @@ def reply_spans(turns, tools, render, end_tokens, finished):
     template itself puts first (an empty thinking block) is no reply. A template that rewrites history (drops
     thinking from earlier turns, say) gives an earlier reply a text of its own, rendered as the model met it.
     """
-    replies = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+    replies = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i]  # no prompt, no reply
     rows = []
     for i in reversed(replies):
         text = render(turns[: i + 1], tools, False)
-        prompt, bare = (render(turns[:i], tools, True), render(turns[:i], tools, False)) if i else ("", "")
+        prompt, bare = render(turns[:i], tools, True), render(turns[:i], tools, False)
         begin = len(os.path.commonprefix([prompt, text]))
         if begin < len(os.path.commonprefix([prompt, bare])):
             raise ValueError("the template rewrites the prompt once it has a reply")
@@ -665,9 +663,8 @@ def choose_mask_token(cfg, tokenizer, vocab, documents):
         for chunk in documents.rows.data.column("input_ids").chunks:
             free = np.setdiff1d(free, chunk.flatten().to_numpy()).tolist()
     if not free:
-        raise UserError("--mask-token-id: the tokenizer has no mask token, spare row or unused special "
-                        "token: name "
-                        "an embedding row that the data never uses")
+        raise UserError("--mask-token-id: the tokenizer has no mask token, spare row or unused special token: "
+                        "name an embedding row that the data never uses")
     return free[0], f"the reserved {tokenizer.convert_ids_to_tokens(free[0])}, which the data never uses"
 
 def taps_of(cfg, n_layers):
