@@ -163,7 +163,8 @@ def check(cfg):
         if not ok:
             raise UserError(message)
 
-    at_least_0 = "heads kv_heads head_dim ffn sliding_window full_layers max_steps workers gamma temperature"
+    at_least_0 = ("heads kv_heads head_dim ffn sliding_window full_layers max_steps workers gamma seed "
+                  "temperature")
     above_0 = ("block layers tokens anchors max_length accumulation clip lr eval_every save_every log_every "
                "keep stall_timeout num_prompts new_tokens")
     for name in (at_least_0 + " " + above_0).split():
@@ -253,8 +254,14 @@ PACK, ORDER, ANCHORS, EVAL_ANCHORS = range(4)  # purposes
 
 # --------------------------------------------------------------------------------------------------- data
 
-EMPTY_THINK = re.compile(r"\s*<think>\s*</think>\s*")
+EMPTY_THINK = re.compile(r"\s*<think>\s*</think>\n{0,2}")
 ROLES = ("system", "user", "assistant", "tool", "developer")
+
+def without_none(x):
+    """Parquet gives every struct every field; those that the row did not have are None."""
+    if isinstance(x, dict):
+        return {k: without_none(v) for k, v in x.items() if v is not None}
+    return [without_none(v) for v in x] if isinstance(x, list) else x
 
 def clean_messages(messages):
     """The turns of one row as chat templates want them: without the None fields that Parquet adds, content
@@ -296,8 +303,12 @@ def reply_spans(turns, tools, render, end_tokens, finished):
         begin = len(os.path.commonprefix([prompt, text]))
         if begin < len(os.path.commonprefix([prompt, bare])):
             raise ValueError("the template rewrites the prompt once it has a reply")
+        if not text.startswith(prompt):  # it says more than the reply keeps: back to the last shared border
+            shared = text[:begin]
+            begin = max(shared.rfind(e) + len(e) for e in ("\n", *end_tokens) if e in shared)
         given = turns[i].get("reasoning_content", "") + turns[i]["content"]
-        added = EMPTY_THINK.match(text, begin)
+        opened = text[:begin].rstrip()  # the prompt may have opened a block that stays empty
+        added = EMPTY_THINK.match(text, len(opened) - 7 if opened.endswith("<think>") else begin)
         if added and not EMPTY_THINK.match(given):
             begin = added.end()
         end = len(text.rstrip())
@@ -316,7 +327,11 @@ def tokenise(text, spans, tokenizer):
     if tokenizer.is_fast:
         found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids, offsets = found["input_ids"], found["offset_mapping"]
-        supervised = [any(b <= x and y <= e and x < y for b, e in spans) for x, y in offsets]
+        supervised, before = [], 0
+        for x, y in offsets:
+            x = x if x < y else before  # trim_offsets (GPT-2's heirs): a token of spaces says it is empty
+            supervised.append(any(b <= x and y <= e and x < y for b, e in spans))
+            before = y
         return ids, supervised
     ids, supervised, at = [], [], 0  # no offsets: tokenise piece by piece, and insist that the whole agrees
     for b, e in [*sorted(spans), (len(text), len(text))]:
@@ -362,9 +377,11 @@ def tokenise_rows(batch, tokenizer, vocab, max_length, eval_fraction):
             if "jsonl" in row:
                 if not row["jsonl"].strip():
                     continue
-                row = json.loads(row["jsonl"])
+                row = json.loads(row["jsonl"].removeprefix("\ufeff"))  # some editors begin a file with it
                 if not isinstance(row, dict):
                     raise ValueError("not an object")
+            else:
+                row = without_none(row)
             key, made = read_row(row, render, tokenizer, vocab, end_tokens)
         except json.JSONDecodeError:
             note = "not JSON"
@@ -392,7 +409,7 @@ def load_rows(sources):
     parts = []
     for source in sources:
         kind = re.sub(r"\.gz$", "", source).rsplit(".", 1)[-1]
-        path = Path(source)
+        path, digest = Path(source), None
         try:
             if kind in ("jsonl", "json", "parquet"):
                 if not path.is_file():
@@ -400,11 +417,14 @@ def load_rows(sources):
                 with open(path, "rb") as f:
                     if not f.read(1):
                         raise UserError(f"--data {source}: the file is empty")
+                    f.seek(0)  # datasets goes by the date of a file; what counts is its content
+                    digest = hashlib.file_digest(f, "sha256").hexdigest()[:32]
+                place = {"data_files": source, "split": "train",
+                         "cache_dir": Path(datasets.config.HF_DATASETS_CACHE) / "by-content" / digest}
                 if kind == "parquet":
-                    part = datasets.load_dataset("parquet", data_files=source, split="train")
+                    part = datasets.load_dataset("parquet", **place)
                 else:  # a byte that is not UTF-8 becomes \xNN, which is no JSON: that line alone is refused
-                    part = datasets.load_dataset("text", data_files=source, split="train",
-                                                 encoding_errors="backslashreplace")
+                    part = datasets.load_dataset("text", **place, encoding_errors="backslashreplace")
                     part = part.rename_column("text", "jsonl")
             elif path.exists():
                 raise UserError(f"--data {source}: neither .jsonl, .json nor .parquet (.gz may follow)")
@@ -419,6 +439,8 @@ def load_rows(sources):
             raise UserError(f"--data {source}: no column messages or input_ids, but {', '.join(have)}")
         known = ("jsonl", "messages", "tools", "finished", "input_ids", "loss_mask")
         parts.append(part.select_columns([c for c in known if c in have]))
+        if digest:
+            parts[-1]._fingerprint = digest
     return parts
 
 @dataclasses.dataclass
@@ -437,12 +459,14 @@ def prepare(cfg, tokenizer, vocab):
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     parts, total = [], 0
-    rules = [inspect.getsource(f) for f in (clean_messages, reply_spans, tokenise, read_row, tokenise_rows)]
+    rules = [inspect.getsource(f) for f in (
+        without_none, clean_messages, reply_spans, tokenise, read_row, tokenise_rows)]
+    whole = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab()
     for raw in load_rows(cfg.data):
         total += len(raw)
         # All that decides a row's tokens is in the key, so that a stale cache cannot be met.
-        key = json.dumps([raw._fingerprint, rules, tokenizer.chat_template, tokenizer.get_vocab(), vocab,
-                          cfg.max_length, cfg.eval_fraction], sort_keys=True)
+        key = json.dumps([raw._fingerprint, rules, tokenizer.chat_template, whole, vocab, cfg.max_length,
+                          cfg.eval_fraction], sort_keys=True)
         int32, boolean = datasets.Value("int32"), datasets.Value("bool")
         kinds = datasets.Features({
             "input_ids": datasets.List(int32), "loss_mask": datasets.List(boolean), "length": int32,

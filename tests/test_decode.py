@@ -160,6 +160,7 @@ def test_lossless(dice):
         assert differ == int((gaps > 1e-5).sum()) > 0 and gap == pytest.approx(float(gaps.max()), abs=1e-3)
     shifted = [*logits[:-1], logits[-1] + 0.5]
     assert t.lossless(reader, prompt, spec, shifted, plain, plain_logits)[2] == pytest.approx(0.5, abs=1e-3)
+    assert t.lossless(reader, prompt, false, shifted, plain, plain_logits)[2] < 1e-4  # false there
 
 @pytest.mark.parametrize("certain", [False, True])
 def test_sampling_keeps_the_distribution(certain, dice):

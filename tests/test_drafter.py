@@ -178,7 +178,8 @@ def test_window_reach():
 def test_bad_features():
     """Catches a NaN or infinite feature that reaches a weight, costs other blocks, or is not counted."""
     drafter, (batch, ends) = make("sliding", "full"), make_batch()
-    batch["anchor"][-3], batch["start"][-3], batch["valid"][-3, 1] = 40, 23, True
+    for n, a in ((-3, 40), (-4, 30)):  # one that sees the bad places, one whose anchor is the first of them
+        batch["anchor"][n], batch["start"][n], batch["valid"][n, 1] = a, 23, True
     spoilt = {**batch, "features": batch["features"].clone()}
     for place, channel, value in ((30, 5, math.nan), (31, K * D - 1, -math.inf), (2, 0, math.inf)):
         spoilt["features"][place, channel] = value
