@@ -687,7 +687,7 @@ def choose_mask_token(cfg, tokenizer, vocab, documents):
         for chunk in documents.rows.data.column("input_ids").chunks:
             free = np.setdiff1d(free, chunk.flatten().to_numpy()).tolist()
     if not free:
-        raise UserError("--mask-token-id: the tokenizer has no mask token, spare row or unused special token: "
+        raise UserError("--mask-token-id: the tokenizer has no mask token, spare row or unused special token, "
                         "name an embedding row that the data never uses")
     return free[0], f"the reserved {tokenizer.convert_ids_to_tokens(free[0])}, which the data never uses"
 
@@ -2127,11 +2127,13 @@ def run_workers(works, stop, patient=True):
     os.environ.clear()
     os.environ.update(environment)
     try:
-        waiting = dict(enumerate(children))
+        waiting, failures, deadline = dict(enumerate(children)), [], math.inf
         while any(results[i] is None for i, (_, seat, _) in enumerate(works) if seat.role != "target"):
             if stop.value >= 2 or (stop.value and not patient):
                 return 128 + max(stop.value, signal.SIGINT), "stopped at once, on a signal", results
-            wait_for_any([x for child, link in waiting.values() for x in (link, child.sentinel)], timeout=1)
+            if not waiting or time.monotonic() > deadline:
+                return *min(failures, key=lambda f: f[0])[1:], results
+            wait_for_any([x for child, link in waiting.values() for x in (link, child.sentinel)], timeout=0.5)
             for i, (child, link) in list(waiting.items()):
                 message, dead = None, not child.is_alive()  # asked first: a report may come just before
                 if link.poll():
@@ -2141,15 +2143,18 @@ def run_workers(works, stop, patient=True):
                         dead = True
                 if message and message[0] == "done":
                     results[i] = message[1]
-                    del waiting[i]
-                elif message:
+                elif message:  # a broken connection may be the echo of a death that we have not met yet
                     where = f"{child.name} failed: " if message[1] == FAILED else ""
-                    return message[1], where + message[2], results
+                    failures.append((1 if message[1] == FAILED else 0, message[1], where + message[2]))
                 elif dead:
                     child.join()
                     code = child.exitcode
                     died = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with {code}"
-                    return FAILED, f"{child.name} {died}", results
+                    failures.append((0, FAILED, f"{child.name} {died}"))
+                if message or dead:
+                    del waiting[i]
+                if failures:
+                    deadline = min(deadline, time.monotonic() + 2 * min(f[0] for f in failures))
         return DONE, "", results
     finally:
         for child, _ in children:

@@ -257,6 +257,15 @@ def test_read_drafter(tmp_path):
     with pytest.raises(t.UserError):
         read(**keys, rope_theta=1e4)
 
+def test_null_is_absent(tmp_path):
+    """Catches a null in a published config taken for a value: is_causal, layer_types, dflash_config."""
+    config = {**drafter_config("sliding", "full"), "mask_token_id": MASK, "target_layer_ids": TAPS}
+    t.export(tmp_path, {}, make_drafter("sliding", "full").state_dict())
+    for key, rules in (("is_causal", [(6, True), (0, False)]), ("dflash_config", [(6, True), (0, False)]),
+                       ("layer_types", [(0, False)] * 2)):
+        (tmp_path / "config.json").write_text(json.dumps({**config, key: None}))
+        assert t.Drafter(t.read_drafter(tmp_path)[0]).rules() == rules, key
+
 def test_strict_load():
     """Catches a tensor dropped, left as it was or cut to size without a word."""
     drafter = make_drafter("full")

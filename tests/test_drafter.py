@@ -53,6 +53,7 @@ def make_batch():
         "start": torch.tensor([b for b, _ in span] + [0, 0]), "anchor": torch.tensor([*anchors, 0, 0]),
         "tokens": torch.randint(0, 60, (len(anchors) + 2, B)),
         "valid": torch.cat([valid, torch.zeros(2, B, dtype=torch.bool)])}
+    batch |= {k: batch[k].int() for k in ("positions", "start", "anchor")}  # as the trainer sends them
     return batch, {"embed": torch.randn(V, D), "head": torch.randn(V, D), "embed_scale": 1.7, "softcap": 5.0}
 
 def step(drafter, ends, batch, loss="dflash", gamma=3.0):
@@ -327,3 +328,9 @@ def test_mask_token():
     assert choose(words(64, special=(1, 61, 62, 63))) == 62  # 1 is pad, 61 occurs
     with pytest.raises(t.UserError, match="mask-token-id"):
         choose(words(64, special=(1, 61)))
+
+def test_mask_token_has_a_row():
+    """Catches a token of the tokenizer that lies past the embedding: the look-up would read outside of it."""
+    for tokenizer in (words(64, mask_token="<beyond>"), words(70, special=(66, 67))):
+        with pytest.raises(t.UserError, match="mask-token-id"):
+            t.choose_mask_token(t.Config(), tokenizer, 64, None)
