@@ -687,7 +687,7 @@ def choose_mask_token(cfg, tokenizer, vocab, documents):
         for chunk in documents.rows.data.column("input_ids").chunks:
             free = np.setdiff1d(free, chunk.flatten().to_numpy()).tolist()
     if not free:
-        raise UserError("--mask-token-id: the tokenizer has no mask token, spare row or unused special token, "
+        raise UserError("--mask-token-id: the tokenizer has no mask token, spare row or free special token: "
                         "name an embedding row that the data never uses")
     return free[0], f"the reserved {tokenizer.convert_ids_to_tokens(free[0])}, which the data never uses"
 
@@ -1616,8 +1616,8 @@ def open_tracker(cfg, out):
         import wandb
         file = out / "wandb_id"
         if not file.exists():
-            atomic_write(file, wandb.util.generate_id())
-        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+            atomic_write(file, os.urandom(4).hex())
+        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
         run.append(wandb.init(project=cfg.wandb, id=file.read_text().strip(), resume="allow", dir=out,
                               mode=mode, config=dataclasses.asdict(cfg)))
 
@@ -1627,7 +1627,7 @@ def open_tracker(cfg, out):
         if run:
             attempt(lambda: run[0].log(flat | {"step": values["step"]}))
             if kind == "end" and run:
-                attempt(lambda: run[0].finish(quiet=True))
+                attempt(run[0].finish)
 
     if cfg.wandb:
         attempt(start)
