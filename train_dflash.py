@@ -677,12 +677,12 @@ def choose_mask_token(cfg, tokenizer, vocab, documents):
         if cfg.mask_token_id in taken:
             raise UserError(f"--mask-token-id {cfg.mask_token_id} is the tokenizer's pad, eos or bos token")
         return cfg.mask_token_id, "as told"
-    if tokenizer.mask_token_id is not None and tokenizer.mask_token_id not in taken:
+    if tokenizer.mask_token_id not in (None, *taken) and tokenizer.mask_token_id < vocab:
         return tokenizer.mask_token_id, "the tokenizer's mask token"
     last = max(tokenizer.get_vocab().values())
     if last + 1 < vocab:
         return last + 1, "the first embedding row past the tokenizer"
-    free = sorted({i for i, t in tokenizer.added_tokens_decoder.items() if t.special} - taken)
+    free = sorted({i for i, t in tokenizer.added_tokens_decoder.items() if t.special and i < vocab} - taken)
     if documents is not None:
         for chunk in documents.rows.data.column("input_ids").chunks:
             free = np.setdiff1d(free, chunk.flatten().to_numpy()).tolist()
@@ -1373,6 +1373,7 @@ def read_drafter(folder):
 
     try:
         config = json.loads((Path(folder) / "config.json").read_text())
+        config = {k: v for k, v in config.items() if v is not None}  # a null says no more than an absence
         state = load_file(Path(folder) / "model.safetensors")
     except Exception as e:  # safetensors' own error is no ValueError
         raise UserError(f"{folder}: no drafter there ({first_line(e)})") from e
