@@ -1447,9 +1447,8 @@ def find_checkpoint(out):
 def identity(cfg, config, fingerprint):
     """What a checkpoint and the run that goes on from it must share: all that decides what is learnt or what
     micro-batch m holds. Flags with a resolved value stand with that."""
-    flags = ("target block layers sliding_window full_layers sliding_bidirectional loss tokens anchors "
-             "max_length"
-             " lr warmup clip seed eval_fraction")
+    flags = ("target block layers sliding_window full_layers sliding_bidirectional loss tokens anchors lr "
+             "max_length warmup clip seed eval_fraction")
     return {**{k: getattr(cfg, k) for k in flags.split()}, "data": fingerprint,
             "gamma": cfg.gamma or default_gamma(cfg.block), "heads": config["num_attention_heads"],
             "kv_heads": config["num_key_value_heads"], "head_dim": config["head_dim"],
@@ -1460,8 +1459,7 @@ def check_identity(saved, now, where):
     for k in now:
         if saved.get(k) != now[k]:
             raise UserError(f"{where} was trained with {k.replace('_', '-')} {saved.get(k)}, now it is "
-                            f"{now[k]}: give"
-                            " the same value, or another --out")
+                            f"{now[k]}: give the same value, or another --out")
 
 def versions():
     import datasets
@@ -1544,8 +1542,7 @@ def header_of(batch, features):
 def check_header(mine, theirs):
     if not torch.equal(mine, theirs):
         raise RuntimeError("the wire: target and drafter differ on [m, held out, rows, tokens, checksum, "
-                           "bytes], "
-                           f"{theirs.tolist()} came, {mine.tolist()} was expected")
+                           f"bytes], {theirs.tolist()} came, {mine.tolist()} was expected")
 
 # ------------------------------------------------------------------------------------------- target worker
 
@@ -1858,8 +1855,7 @@ def drafter_worker(seat, job, stop):
                 raise Diverged(f"the last 10 optimizer steps, up to {step}, were not finite: lower --lr")
             if c[6] > 0.01 * context_tokens * D:
                 raise Diverged(f"{int(c[6])} features since the last line are not finite, more than 1%: the "
-                               "target"
-                               " overflows, or its checkpoint is damaged")
+                               "target overflows, or its checkpoint is damaged")
             summed.zero_()
             health[0] = 0
             waits.clear()
@@ -1884,8 +1880,7 @@ def drafter_worker(seat, job, stop):
                 last_eval = read_counters(found.tolist())
                 slots = " ".join(f"{a:.2f}" if a is not None else "-" for a in last_eval["position_accuracy"])
                 line = (f"eval at {step}: loss {last_eval['loss']:.4f}  accept {last_eval['accept_len']:.3f} "
-                        " whole "
-                        f"blocks {last_eval['accept_len_whole']:.3f}  by slot {slots}")
+                        f" whole blocks {last_eval['accept_len_whole']:.3f}  by slot {slots}")
                 tell("eval", line, **last_eval)
         if step % cfg.save_every == 0 or m >= total or stopping:
             save()
@@ -1920,8 +1915,7 @@ def decoding_worker(seat, cfg, folder, documents, controls, stop):
     recurrent = {*(getattr(text, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
     if recurrent:
         raise UserError(f"--evaluate: {cfg.target} has {min(recurrent)} layers, whose state cannot go back "
-                        "to before "
-                        "a rejected draft")
+                        "to before a rejected draft")
     if text.hidden_size != config["hidden_size"] or text.num_hidden_layers <= max(taps):
         raise UserError(f"{folder} is no drafter for {cfg.target}: it wants width {config['hidden_size']} "
                         "and taps "
@@ -1972,11 +1966,9 @@ CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 WORDS = {"23456789": "two three four five six seven eight nine",
          "ABCDEFGHIJKLMNOPQRST": "bold brave calm clean clever fast fine fond sad shy slow soft strong tall "
-                                 "tame "
-                                 "tidy tiny warm wild wise",
+                                 "tame tidy tiny warm wild wise",
          "abcdefghijklmnopqrst": "bakers bears birds cats clowns crows farmers foxes frogs seals sharks "
-                                 "snails "
-                                 "swans tigers toads turtles wasps weavers whales wolves"}
+                                 "snails swans tigers toads turtles wasps weavers whales wolves"}
 
 def byte_tokenizer():
     """Ids 0-255 are the bytes themselves, 256-259 the special tokens; made in memory, from no file."""
@@ -2070,13 +2062,10 @@ def show_demo(cfg, given, out, begin, stop):
     if code == DONE:
         write_metric(out, "decoding", **values)
         own, copier, zeroed, untrained = (v["accepted"] for v in list(values.values())[1:5])
-        say(f"the demo took {span(time.monotonic() - begin)}: a round of decoding accepts {own:.2f} tokens "
-            "with the "
-            f"drafter, {zeroed:.2f} when the target's features are zeroed, {untrained:.2f} untrained, "
-            f"{copier:.2f} by "
-            "prompt lookup.\nA real run:\n  python train_dflash.py --target Qwen/Qwen3-8B --data chats.jsonl "
-            "--out "
-            "runs/qwen3-8b")
+        say(f"the demo took {span(time.monotonic() - begin)}. A round of decoding accepts {own:.2f} tokens "
+            f"with the drafter, {zeroed:.2f} with the target's features zeroed, {untrained:.2f} untrained, "
+            f"{copier:.2f} by prompt lookup.\nA real run:\n  python train_dflash.py --target Qwen/Qwen3-8B "
+            "--data chats.jsonl --out runs/qwen3-8b")
     return code, reason
 
 # ------------------------------------------------------------------------------------- main and topology
@@ -2199,8 +2188,7 @@ def take_seats(cfg, out):
             raise UserError(f"{shown}: there is no GPU {max(gpus)}, this machine has {count}")
     if set(targets) & set(drafters) and set(targets) != set(drafters):
         raise UserError(f"--target-gpus {cfg.target_gpus} and --drafter-gpus {cfg.drafter_gpus} overlap in "
-                        "part: "
-                        "keep them apart, or make them equal (each then does both in turn)")
+                        "part: keep them apart, or make them equal (each then does both in turn)")
     rest = [g for g in range(count) if g not in targets + drafters]
     if bool(targets) != bool(drafters):
         if not rest or device == "cpu":
@@ -2255,17 +2243,17 @@ def predict_memory(cfg, config, counts, size, seat):
 def print_plan(cfg, config, seats, documents, total, size):
     taps, group = config["dflash_config"]["target_layer_ids"], seats[-1].D * cfg.accumulation
     counts, bins = parameters_of(cfg.target, taps), len(documents.train[1]) - 1
-    say(f"target {cfg.target}: {counts[0] / 1e6:,.1f} M parameters, {counts[1] / 1e6:,.1f} M of them on a "
-        "target "
-        f"GPU, taps {taps}\ndrafter: {size / 1e6:,.1f} M parameters, {config['num_hidden_layers']} layers, "
-        "heads "
-        f"{config['num_attention_heads']}/{config['num_key_value_heads']} of {config['head_dim']}, FFN "
-        f"{config['intermediate_size']}\nmicro-batch: {cfg.tokens} context tokens, {cfg.anchors} anchors x "
-        "block "
-        f"{cfg.block} = {cfg.anchors * cfg.block} draft rows\n{documents.report}\n{bins} micro-batches an "
-        "epoch ="
-        f" {-(-bins // group)} steps of {seats[-1].D} drafters x {cfg.accumulation}; the run is {total} "
-        f"micro-batches = {-(-total // group)} steps\nwho sits where, with the predicted memory in GiB:")
+    H, G, h, ffn = (config[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim",
+                                        "intermediate_size"))
+    say(f"target {cfg.target}: {counts[0] / 1e6:,.1f} M parameters, {counts[1] / 1e6:,.1f} M on its GPU, "
+        f"taps {taps}\n"
+        f"drafter: {size / 1e6:,.1f} M parameters, {cfg.layers} layers, heads {H}/{G} of {h}, FFN {ffn}\n"
+        f"micro-batch: {cfg.tokens} context tokens, {cfg.anchors} anchors x block {cfg.block} = "
+        f"{cfg.anchors * cfg.block} draft rows\n{documents.report}\n"
+        f"{bins} micro-batches an epoch = {-(-bins // group)} steps of {seats[-1].D} drafters x "
+        f"{cfg.accumulation}\n"
+        f"{total} micro-batches in all = {-(-total // group)} steps\n"
+        "who sits where, with the predicted memory in GiB:")
     for seat in seats:
         parts = predict_memory(cfg, config, counts, size, seat)
         say(f"  {seat.name}: {gib(sum(parts.values())):.1f} = "
@@ -2351,10 +2339,8 @@ def train(cfg, given, argv, stop):
     Q, H = cfg.anchors * cfg.block, config["num_attention_heads"]
     dense = Q * (cfg.tokens + Q) * (1 + 4 * H)
     if seats[0].device == "cpu" and dense > CPU_DENSE_LIMIT:
-        raise UserError(f"on a CPU attention is dense, and --tokens {cfg.tokens} with --anchors "
-                        f"{cfg.anchors} x "
-                        f"--block {cfg.block} takes {gib(dense):.1f} GiB, above {gib(CPU_DENSE_LIMIT):.0f}: "
-                        "lower them")
+        raise UserError(f"on a CPU attention is dense: --tokens {cfg.tokens} with --anchors {cfg.anchors} x "
+                        f"--block {cfg.block} takes {gib(dense):.1f} GiB, more than {CPU_DENSE_LIMIT >> 30}")
     if cfg.mask_token_id != -1:
         choose_mask_token(cfg, tokenizer, vocab, None)
     documents = prepare(cfg, tokenizer, vocab)
