@@ -39,7 +39,7 @@ def test_flags_are_refused_with_value_and_remedy(capsys, tiny, tmp_path):
         (["--tokens", 1024, "--max-length", 600], "--max-length 600: the target reaches 512 positions"),
         (["--sliding-window", 3], "--sliding-window 3 is smaller than --block 4"),
         (["--full-layers", 3, "--sliding-window", 8], "--full-layers 3"),
-        (["--target-layer-ids", "0,4"], "--target-layer-ids 0,4: layers 0-3, each once"),
+        (["--target-layer-ids", "0,4"], "--target-layer-ids 0,4: give layers 0-3, each once"),
         (["--target-layer-ids", "1,1"], "each once"),
         (["--target-layer-ids=-1,2"], "-1,2"),
         (["--mask-token-id", 264], "--mask-token-id 264: the embedding has rows 0 to 263"),
