@@ -10,12 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read as torch loads: spinning starves a busy host
+os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here may look for a hub
 import torch
 
+torch.set_num_threads(1)  # the models here are so small that a second thread only waits
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here may look for a hub
 
 
 def make_target(folder, layers=4, hidden=32, vocab=264, seed=0, **more):

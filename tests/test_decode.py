@@ -170,16 +170,20 @@ def test_sampling_keeps_the_distribution(certain, dice):
     every = torch.tensor(list(itertools.product(range(V), repeat=3)))
     logits = model(torch.cat([torch.tensor([prompt]).expand(len(every), -1), every], 1)).logits[:, 2:5]
     p = (logits.double() / T).softmax(-1).gather(2, every[..., None]).prod(1)[:, 0]  # exact, of every outcome
-    bad = {**t.frozen_ends(model), "head": 0.1 * torch.randn(V, 32)}  # of another mind than the target
+    bad = {**t.frozen_ends(model), "head": 0.07 * torch.randn(V, 32)}  # of another mind than the target
     drafter = make_drafter("full", block=2, dflash_config={"target_layer_ids": [0]})
     reader, draw = t.Reader(model, [0]), torch.Generator().manual_seed(int(dice.integers(2**31)))
     counts, accepted = torch.zeros(V**3), [0, 0, 0]
+
+    def at_random(*_):
+        return torch.tensor([int(dice.integers(V))]), None
+
     for _ in range(n):
-        draft = t.prompt_lookup(2, back=1) if certain else t.Draft(drafter, bad, 0, 8)
+        draft = at_random if certain else t.Draft(drafter, bad, 0, 8)
         out, rounds, _ = t.decode(reader, prompt, 3, (), draft, T, draw)
         counts[out[0] * V * V + out[1] * V + out[2]] += 1
         accepted[rounds[0]] += 1
-    assert min(accepted[1:]) > n / 50, f"both ends of the rule must be met: {accepted}"
+    assert min(accepted[1:]) > n / 100, f"both ends of the rule must be met: {accepted}"
     common = n * p >= 5
     cells = [(float(c), float(n * q)) for c, q in zip(counts[common], p[common])]
     cells.append((float(counts[~common].sum()), float(n * p[~common].sum())))
