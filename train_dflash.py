@@ -354,6 +354,8 @@ def read_row(row, render, tokenizer, vocab, end_tokens):
             raise ValueError("a token beyond the vocabulary")
         return str(ids), [(ids, supervised)]
     turns = clean_messages(row.get("messages"))
+    if not tokenizer.chat_template:
+        raise ValueError("chat, but the tokenizer has no chat template")
     tools = row.get("tools")
     tools = json.loads(tools) if isinstance(tools, str) and tools else tools or None
     finished = row.get("finished")
@@ -376,7 +378,7 @@ def tokenise_rows(batch, tokenizer, vocab, max_length, eval_fraction):
             row = {k: v[i] for k, v in batch.items()}
             if "jsonl" in row:
                 if not row["jsonl"].strip():
-                    continue
+                    raise ValueError("empty line")
                 row = json.loads(row["jsonl"].removeprefix("\ufeff"))  # some editors begin a file with it
                 if not isinstance(row, dict):
                     raise ValueError("not an object")
@@ -485,7 +487,7 @@ def prepare(cfg, tokenizer, vocab):
     tokens, learnt = int(column["length"].sum()), int(column["supervised"].sum())
     report = (f"data: {total:,} rows read, {good.sum():,} documents kept ({(good & held).sum():,} held out), "
               f"{column['cut'].sum():,} cut at {cfg.max_length}, {sum(notes.values()):,} dropped"
-              + "".join(f"; {n:,} x {note}" for note, n in notes.most_common(8))
+              + "".join(f"; {n:,} x {note}" for note, n in notes.most_common(12))
               + f"; {tokens:,} tokens, {learnt / max(tokens, 1):.1%} supervised")
     if not (good & ~held).any():
         raise UserError(f"nothing left to train on. {report}")
@@ -1381,7 +1383,7 @@ def read_drafter(folder):
     for key in ("block_size", "mask_token_id", "target_layer_ids"):
         found = [v for v in (config.get(key), inner.get(key)) if v is not None]
         if not found or found[0] != found[-1]:
-            problem = f"has two values, {found}" if found else "is missing"
+            problem = f"has two values, {found}" if found else "is missing, this is no DFlash drafter"
             raise UserError(f"{folder}/config.json: {key} {problem}")
         inner[key] = found[0]
     config["block_size"] = inner["block_size"]
@@ -2321,7 +2323,8 @@ def train(cfg, given, argv, stop):
     seats = take_seats(cfg, out)
     if demo:
         cfg = dataclasses.replace(cfg, **{k: v for k, v in DEMO.items() if k not in given})
-    cfg = dataclasses.replace(cfg, out=str(out))
+    target, *data = (str(Path(x).resolve()) if x and Path(x).exists() else x for x in (cfg.target, *cfg.data))
+    cfg = dataclasses.replace(cfg, out=str(out), target=target, data=tuple(data))  # good from any directory
     check(cfg)
     lock = None if cfg.plan else take_folder(out)
     if lock:
@@ -2333,7 +2336,7 @@ def train(cfg, given, argv, stop):
     text, _ = load_config(cfg.target)
     longest = getattr(text, "max_position_embeddings", None) or cfg.max_length
     if cfg.max_length > longest:
-        raise UserError(f"--max-length {cfg.max_length}: the target reaches {longest} positions")
+        raise UserError(f"--max-length {cfg.max_length}: the target reaches {longest} positions, lower it")
     taps, tokenizer, vocab = taps_of(cfg, text.num_hidden_layers), load_tokenizer(cfg.target), text.vocab_size
     config = drafter_config(cfg, text, taps, 0)
     Q, H = cfg.anchors * cfg.block, config["num_attention_heads"]
@@ -2373,6 +2376,8 @@ def train(cfg, given, argv, stop):
         changed = [f"{k} {then[k]} -> {v}" for k, v in here.items() if then[k] != v]
         say(f"going on from {checkpoint.name}, micro-batch {m}; changed: {', '.join(changed) or 'nothing'}")
     total = m + max(cfg.max_steps - step, 0) * group if cfg.max_steps else by_epochs
+    if checkpoint and total <= m < saved["total"]:
+        say(f"{step} steps are done and no more are asked for: the run ends here, its schedule cut short")
     if checkpoint and m < total != saved["total"]:
         say(f"the run is {total} micro-batches now, it was {saved['total']}: the learning rate follows the "
             "length")

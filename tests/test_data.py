@@ -277,6 +277,7 @@ def test_bad_rows_are_counted_with_their_reason_and_the_good_survive(dice, read)
         half = lines([exchange("a", "bc")])[: dice.randint(1, 60)]  # the writer was killed in the last line
         found = read(tokenizer, written + b"\n  \n" + half)
         counted["not JSON"] += 1
+        counted["empty line"] += 2
         assert kept(found) == [expected(tokenizer, row) for _, row in drawn if row]
         assert f"{len(good)} documents kept" in found.report
         assert f" {counted.total()} dropped;" in found.report
