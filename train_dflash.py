@@ -2426,8 +2426,7 @@ def main(argv):
     def on_signal(number, frame):
         stop.value = number if stop.value else 1  # the first asks, the second insists
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the tokenising processes are the parallelism
     try:
         cfg, given = parse(argv)
@@ -2437,6 +2436,9 @@ def main(argv):
         code, reason = USAGE, str(e)
     except RuntimeError as e:
         code, reason = FAILED, first_line(e)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if code:
         print(f"train_dflash.py: {reason}", file=sys.stderr, flush=True)
     return code

@@ -165,7 +165,7 @@ def test_lossless(dice):
 @pytest.mark.parametrize("certain", [False, True])
 def test_sampling_keeps_the_distribution(certain, dice):
     """Catches a rejection rule that bends the target's distribution, by the joint counts of 3 tokens."""
-    V, T, n, prompt = 6, 0.6, 1200, [1, 2, 3]
+    V, T, n, prompt = 6, 0.6, 400, [1, 2, 3]
     model = make_target(num_hidden_layers=1, vocab_size=V, initializer_range=0.2)
     every = torch.tensor(list(itertools.product(range(V), repeat=3)))
     logits = model(torch.cat([torch.tensor([prompt]).expand(len(every), -1), every], 1)).logits[:, 2:5]
