@@ -163,7 +163,7 @@ def test_lossless(dice):
     assert t.lossless(reader, prompt, false, shifted, plain, plain_logits)[2] < 1e-4  # false there
 
 def chance(counts, expected):
-    """The probability of counts at least this far from expected ones, by chi-square; rare cells are merged."""
+    """The probability of counts at least so far from expected ones, by chi-square; rare cells are merged."""
     common = expected >= 5
     cells = [(counts[common], expected[common]), (counts[~common].sum()[None], expected[~common].sum()[None])]
     far = sum(((c - e) ** 2 / e.clamp(min=1e-9)).sum() for c, e in cells).double()
