@@ -12,7 +12,7 @@ and every draft layer attends to features tapped from a few layers of the target
      └─ drafter 0..D-1  GPUs 5,6,7       one compiled graph: loss and gradient of micro-batch m (m mod D)
              └─ gradients summed once per optimizer step, AdamW on fp32 masters, save, evaluate
 
-    python train_dflash.py                                         a demo that needs nothing, about 5 minutes
+    python train_dflash.py                                         a demo that needs nothing, some minutes
     python train_dflash.py --target Qwen/Qwen3-8B --data chats.jsonl --out runs/qwen3-8b
     python train_dflash.py --evaluate runs/qwen3-8b                real decoding, with and without the drafter
 
