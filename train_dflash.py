@@ -59,6 +59,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 # ------------------------------------------------------------------------------------------------- Config
 
@@ -823,17 +824,26 @@ class RMSNorm(nn.Module):
         return (y * self.weight).to(x.dtype)
 
 def rotary(positions, theta, h):
-    """cos and sin [T, 1, h] in float32, whatever the model computes in: bf16 angles are radians off at
-    32k."""
+    """The rotation of each position, cosines and sines [T, h] in float32, whatever the model computes in:
+    bf16 angles are radians off at 32k."""
     frequency = theta ** (-torch.arange(0, h, 2, device=positions.device, dtype=torch.float32) / h)
     angle = positions.float()[:, None] * frequency  # [T, h/2]
-    angle = torch.cat([angle, angle], -1)[:, None]  # [T, 1, h]
-    return angle.cos(), angle.sin()
+    return torch.cat([angle.cos(), angle.sin()], -1)
 
 def rotate(x, rope):
-    cos, sin = rope
-    a, b = x.float().chunk(2, -1)
-    return (x.float() * cos + torch.cat([-b, a], -1) * sin).to(x.dtype)
+    """x [T, heads, h] turned by rope [T, h]."""
+    (a, b), (cos, sin) = x.float().chunk(2, -1), rope[:, None].chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+def itself(x):
+    return x
+
+def recomputed(function, *inputs):
+    """function(*inputs); in the compiled graph backward keeps the inputs alone and makes the rest again. Used
+    around a cheap function that ends in a matrix product: the product itself is then not made again."""
+    if torch.compiler.is_compiling():
+        return checkpoint(function, *inputs, use_reentrant=False)
+    return function(*inputs)
 
 class Attention(nn.Module):
     def __init__(self, D, H, G, h, eps):
@@ -843,24 +853,30 @@ class Attention(nn.Module):
         self.o_proj = Linear(H * h, D)
         self.q_norm, self.k_norm = RMSNorm(h, eps), RMSNorm(h, eps)
 
-    def keys_values(self, x, rope):
+    def keys_values(self, x, rope, spread):
         """[T, D] -> keys and values [T, G, h]; context rows and block rows go through the same matrices."""
         k = self.k_proj(x).unflatten(-1, (-1, self.h))  # [T, G, h]
         v = self.v_proj(x).unflatten(-1, (-1, self.h))  # [T, G, h]
-        return rotate(self.k_norm(k), rope), v
+        return rotate(spread(self.k_norm(k)), rope), spread(v)
 
-    def forward(self, x, rope, context, attend):
-        q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.h))), rope)  # [Q, H, h]
-        k, v = (torch.cat(pair) for pair in zip(context, self.keys_values(x, rope)))  # [S+Q, G, h]
-        return self.o_proj(attend(q, k, v).flatten(1))  # [Q, H*h] -> [Q, D]
+    def forward(self, x, rope, context, attend, spread, keep):
+        q = self.q_proj(x).unflatten(-1, (-1, self.h))
+        q = rotate(spread(self.q_norm(q)), rope)  # [Q, H, h]
+        own = self.keys_values(x, rope, spread)
+        k, v = (torch.cat(pair) for pair in zip(context, own))  # [S+Q, G, h]
+        return self.o_proj(keep(attend(q, k, v).flatten(1)))  # [Q, H*h] -> [rows kept, D]
 
 class MLP(nn.Module):
     def __init__(self, D, ffn):
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = Linear(D, ffn), Linear(D, ffn), Linear(ffn, D)
 
-    def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+    def forward(self, x, norm):
+        def ends(x):
+            y = norm(x)
+            return self.gate_proj(y), self.up_proj(y)
+
+        return recomputed(lambda a, b: self.down_proj(F.silu(a) * b), *recomputed(ends, x))
 
 class Layer(nn.Module):
     def __init__(self, D, H, G, h, ffn, eps):
@@ -868,9 +884,9 @@ class Layer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = RMSNorm(D, eps), RMSNorm(D, eps)
         self.self_attn, self.mlp = Attention(D, H, G, h, eps), MLP(D, ffn)
 
-    def forward(self, x, rope, context, attend):
-        x = x + self.self_attn(self.input_layernorm(x), rope, context, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(self, x, rope, context, attend, spread, keep):
+        x = keep(spread(x)) + self.self_attn(self.input_layernorm(x), rope, context, attend, spread, keep)
+        return x + self.mlp(x, self.post_attention_layernorm)
 
 class Drafter(nn.Module):
     """The DFlash drafter, built from its config.json; the state_dict has the published names. Context rows
@@ -903,19 +919,31 @@ class Drafter(nn.Module):
         return [(self.window if kind == "sliding_attention" else 0, causal)
                 for kind, causal in zip(self.kinds, self.causal)]
 
-    def context(self, features, positions):
-        """features [T, K*D], positions [T] -> keys and values of every layer [(k, v)], each [T, G, h]."""
+    def context(self, features, rope):
+        """features [T, K*D], rope [T, h] -> keys and values of every layer [(k, v)], each [T, G, h]."""
         fused = self.hidden_norm(self.fc(features))  # [T, D]
-        rope = rotary(positions, self.theta, self.h)
-        return [layer.self_attn.keys_values(fused, rope) for layer in self.layers]
+        return [layer.self_attn.keys_values(fused, rope, itself) for layer in self.layers]
 
-    def forward(self, x, positions, context, attends):
-        """x [Q, D] block embeddings, positions [Q], context as above, attends: one function a layer -> [Q,
-        D]."""
-        rope = rotary(positions, self.theta, self.h)
-        for layer, pair, attend in zip(self.layers, context, attends):
-            x = layer(x, rope, pair, attend)
-        return self.norm(x)
+    def forward(self, anchor, mask, rope, context, attends):
+        """anchor [N, D] and mask [1, D], the embeddings of the anchors and of the mask token; rope [N*B, h],
+        context as above, attends: one function a layer -> [N, B-1, D].
+
+        The first layer's matrices meet the mask's row once and not N*(B-1) times; the last layer's never
+        meet slot 0, which drafts nothing.
+        """
+        N, B = anchor.shape[0], self.block
+
+        def spread(y):  # [N+1, ...] -> [N*B, ...]
+            return torch.cat([y[:N, None], y[None, N:].expand(N, B - 1, *y.shape[1:])], 1).flatten(0, 1)
+
+        def drafts(y):  # [N*B, ...] -> [N*(B-1), ...]
+            return y.unflatten(0, (N, B))[:, 1:].flatten(0, 1)
+
+        x = torch.cat([anchor, mask])  # [N+1, D]
+        for i, (layer, pair, attend) in enumerate(zip(self.layers, context, attends)):
+            x = layer(x, rope, pair, attend, itself if i else spread,
+                      itself if i + 1 < len(self.layers) else drafts)
+        return self.norm(x).unflatten(0, (N, B - 1))  # [N, B-1, D]
 
 # --------------------------------------------------------------------------------------- anchors and mask
 # Experiments with what a block may see belong here: one predicate, and tile bounds that must contain it.
@@ -1020,27 +1048,32 @@ def slot_weights(ce, valid, loss, gamma):
     prefix = torch.where(valid, 0.5 * torch.exp(-ce) + 0.5, 1.0).cumprod(1) * valid
     return prefix.flip(1).cumsum(1).flip(1) * valid
 
-def head_and_loss(rows, head, labels, valid, loss, gamma, softcap, chunk=4096):
+def head_and_loss(rows, head, labels, valid, loss, gamma, softcap, chunk=2 ** 29):
     """Cross-entropy through the frozen head, in chunks, with its gradient: full logits never exist.
 
     rows [n, B-1, D], head [V, D], labels and valid [n, B-1] -> ce [n, B-1] float32, weights, hit [n, B-1]
-    bool, and d(sum of weights * ce)/d(rows) [n, B-1, D]. The head is frozen, so that the gradient of the rows
-    is all there is to keep: it is made while the logits are at hand and nothing is recomputed in backward.
+    bool, and d(sum of weights * ce)/d(rows) [n, B-1, D]. chunk: logits at a time. The head is frozen, so that
+    the gradient of the rows is all there is to keep: it is made while the logits are at hand and nothing is
+    recomputed in backward.
     """
-    vocabulary = torch.arange(head.shape[0], device=head.device)
-    size = max(1, chunk // rows.shape[1])
-    parts = []
+    V, slots = head.shape[0], rows.shape[1]
+    vocabulary, parts = torch.arange(V, device=head.device, dtype=torch.int32), []
+    size = max(1, chunk // V // slots)
     for x, y, ok in zip(rows.split(size), labels.split(size), valid.split(size)):
-        flat, y1 = x.flatten(0, 1), y.flatten()  # [n*(B-1), D]
+        if parts:  # waits for the chunk before: else the compiler may keep the logits of all chunks at once
+            x = x + 0 * parts[-1][3][-1:, -1:]
+        flat, y1 = x.flatten(0, 1), y.flatten()[:, None]  # [n*(B-1), D]
         logits = (flat @ head.T).float()  # [n*(B-1), V]
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
-        lse = torch.logsumexp(logits, -1)
-        ce = (lse - logits.gather(1, y1[:, None])[:, 0]).view_as(ok)
-        hit = (logits.argmax(-1) == y1).view_as(ok)
+        # Two passes over the logits: one finds maximum and sum, the other makes gradient and argmax.
+        top = logits.amax(-1, keepdim=True)
+        e = torch.exp(logits - top)
+        total = e.sum(-1, keepdim=True)
+        ce = (top + total.log() - logits.gather(1, y1)).view_as(ok)
+        hit = (torch.where(logits == top, vocabulary, V).amin(-1, keepdim=True) == y1).view_as(ok)
         weights = slot_weights(ce, ok, loss, gamma)
-        d = torch.exp(logits - lse[:, None]) - (vocabulary == y1[:, None]).float()
-        d = d * weights.flatten()[:, None]
+        d = (e / total - (vocabulary == y1).float()) * weights.view(-1, 1)
         if softcap:
             d = d * (1 - (logits / softcap).square())
         parts.append((ce, weights, hit, (d.to(head.dtype) @ head).view_as(x)))
@@ -1051,11 +1084,13 @@ COUNTERS = 8  # loss, divisor; accepted, blocks; the same of whole blocks; bad p
 def drafter_step(drafter, ends, features, positions, start, anchor, tokens, valid, mask_id, loss, gamma):
     """One micro-batch, the compiled graph: features to draft rows, their gradient, and the counters.
 
-    features [S, K*D], positions [S], start/anchor [N], tokens/valid [N, B] -> rows [N, B-1, D] (requires
-    grad), their gradient (of the weighted sum, divided by nothing), counters [COUNTERS + 2 (B-1)] float32. A
-    feature that is not finite becomes zeros, and the blocks that would see it weigh nothing.
+    features [S, K*D], positions [S], start/anchor [N], tokens/valid [N, B]; ends: frozen_ends() and "rope",
+    rotary() of all positions (looked up: cosines made where they are used cost 2% of the step) -> rows
+    [N, B-1, D] (requires grad), their gradient (of the weighted sum, divided by nothing), counters [COUNTERS
+    + 2 (B-1)] float32. A feature that is not finite becomes zeros, and the blocks that would see it weigh
+    nothing.
     """
-    S, (N, B) = features.shape[0], tokens.shape
+    S, B = features.shape[0], tokens.shape[1]
     bad = ~torch.isfinite(features).all(-1)  # [S]
     features = torch.where(bad[:, None], 0, features)
     before = F.pad(bad.to(torch.int32).cumsum(0), (1, 0))  # [S+1], bad positions before each
@@ -1063,11 +1098,11 @@ def drafter_step(drafter, ends, features, positions, start, anchor, tokens, vali
     valid = valid & (before[anchor] == before[start])[:, None]
 
     slots = torch.arange(B, device=tokens.device)
-    ids = torch.where(slots == 0, tokens, mask_id)  # [N, B]
-    x = F.embedding(ids.flatten(), ends["embed"]).to(features.dtype) * ends["embed_scale"]  # [Q, D]
+    x, mask = (F.embedding(ids, ends["embed"]).to(features.dtype) * ends["embed_scale"]
+               for ids in (tokens[:, 0], tokens.new_full((1,), mask_id)))  # [N, D], [1, D]
     at = ((anchor - start)[:, None] + slots).flatten()  # [Q]
-    hidden = drafter(x, at, drafter.context(features, positions), attentions(drafter, start, anchor, S))
-    rows = hidden.view(N, B, -1)[:, 1:]  # [N, B-1, D], slot 0 never meets the head
+    context = drafter.context(features, ends["rope"][positions])
+    rows = drafter(x, mask, ends["rope"][at], context, attentions(drafter, start, anchor, S))  # [N, B-1, D]
 
     with torch.no_grad():
         labels, valid = tokens[:, 1:], valid[:, 1:]
@@ -1178,19 +1213,19 @@ class Draft:
         d, B, n, device = self.drafter, self.drafter.block, len(features), features.device
         features = features.to(d.fc.weight.dtype) * (0 if self.zero else 1)
         at = torch.arange(self.length, self.length + n, device=device)
-        for pair, new in zip(self.pairs, d.context(features, at)):
+        for pair, new in zip(self.pairs, d.context(features, rotary(at, d.theta, d.h))):
             pair[0][self.length: self.length + n], pair[1][self.length: self.length + n] = new
         self.length += n
         S = self.length
-        ids = torch.full((B,), self.mask, device=device)
-        ids[0] = tokens[-1]
+        ids = torch.tensor([tokens[-1], self.mask], device=device)
         x = F.embedding(ids, self.ends["embed"]).to(features.dtype) * self.ends["embed_scale"]
         one, slots = torch.tensor([S], device=device), torch.arange(B, device=device)
         kv = torch.arange(S + B, device=device)
         attends = [dense_attend(visible(slots[:, None], kv, one * 0, one, S, B, *rule) if any(rule) else None)
                    for rule in d.rules()]
-        hidden = d(x, S + slots, [(k[:S], v[:S]) for k, v in self.pairs], attends)
-        logits = (hidden[1:] @ self.ends["head"].T.to(hidden.dtype)).float()
+        rope = rotary(S + slots, d.theta, d.h)
+        hidden = d(x[:1], x[1:], rope, [(k[:S], v[:S]) for k, v in self.pairs], attends)[0]  # [B-1, D]
+        logits = (hidden @ self.ends["head"].T.to(hidden.dtype)).float()
         if self.ends["softcap"]:
             logits = self.ends["softcap"] * torch.tanh(logits / self.ends["softcap"])
         return pick(logits, temperature, draw)
@@ -1657,6 +1692,7 @@ def drafter_worker(seat, job, stop):
     saved = torch.load(f"{job.checkpoint}/trainer.pt", "cpu", mmap=True) if job.checkpoint else None
     if saved:
         drafter.load_state_dict(saved["masters"])
+    ends["rope"] = rotary(torch.arange(cfg.max_length + cfg.block, device=device), drafter.theta, drafter.h)
     parameters = list(drafter.to(device).parameters())
     size = sum(p.numel() for p in parameters)
     # One flat buffer holds all gradients and, behind them, the counters with the loss divisor: one reduction.
@@ -1681,9 +1717,10 @@ def drafter_worker(seat, job, stop):
     begin = time.perf_counter()
     for turn in (True, False):
         if lead == turn:
-            whole = np.zeros(cfg.tokens, np.int64)  # one document, all of it supervised
-            rows, gradient, _ = run_graph(to_device({"positions": np.arange(cfg.tokens), **blocks_of(
-                whole, whole == 0, whole, whole + cfg.tokens, cfg.anchors, cfg.block, rng(0))}, device))
+            at = np.arange(cfg.tokens) % cfg.max_length  # the longest documents, all of them supervised
+            begins = np.arange(cfg.tokens) - at
+            rows, gradient, _ = run_graph(to_device({"positions": at, **blocks_of(
+                at, at >= 0, begins, begins + cfg.max_length, cfg.anchors, cfg.block, rng(0))}, device))
             rows.backward(gradient)
             del rows, gradient
             flat.zero_()

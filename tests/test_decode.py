@@ -93,6 +93,7 @@ def test_overfit_is_accepted(dice):
     features, positions = torch.zeros(S, 32 * len(TAPS)), torch.from_numpy(np.arange(S) - begin)
     t.capture(model.base_model, t.decoder_layers(model.base_model), TAPS, batch, features)
     drafter, ends = make_drafter(*layers), t.frozen_ends(model)
+    ends["rope"] = t.rotary(torch.arange(S + B), drafter.theta, drafter.h)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3, weight_decay=0.0)
     for _ in range(600):
         rows, gradient, counters = t.drafter_step(
@@ -223,7 +224,8 @@ def test_verify(dice):
 def test_draft_cache(kinds, more, dice):
     """Catches a drafter's cache that differs from training: a place off, another window, another scale."""
     drafter = make_drafter(*kinds, **more)
-    ends = {"embed": torch.randn(64, 32), "head": torch.randn(64, 32), "embed_scale": 1.5, "softcap": 4.0}
+    ends = {"embed": torch.randn(64, 32), "head": torch.randn(64, 32), "embed_scale": 1.5, "softcap": 4.0,
+            "rope": t.rotary(torch.arange(44), drafter.theta, drafter.h)}
     draft, blind = t.Draft(drafter, ends, MASK, 64), t.Draft(drafter, ends, MASK, 64, zero=True)
     features = torch.randn(40, 32 * len(TAPS))
     read = 0

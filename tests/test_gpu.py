@@ -97,6 +97,7 @@ def test_compiled_step_equals_float64(loss, window, causal, B):
         "head": (torch.randn(1000, 256) / 4).bfloat16(),
         "embed_scale": 1.0,
         "softcap": 0.0,
+        "rope": t.rotary(torch.arange(2100), 1e6, 64),
     }
     exact = t.Drafter(config).double()
     exact.load_state_dict({k: v.double() for k, v in drafter.state_dict().items()})
@@ -137,6 +138,7 @@ def test_one_graph_for_every_micro_batch():
         "head": torch.randn(1000, 256).bfloat16().cuda(),
         "embed_scale": 1.0,
         "softcap": 0.0,
+        "rope": t.rotary(torch.arange(2100), 1e6, 64).cuda(),
     }
     step = torch.compile(t.drafter_step, fullgraph=True, dynamic=False)
     features = torch.randn(S, 512, device="cuda", dtype=torch.bfloat16)
@@ -171,6 +173,7 @@ def test_graph_break_is_an_error():
         "head": torch.randn(1000, 256).bfloat16().cuda(),
         "embed_scale": 1.0,
         "softcap": 0.0,
+        "rope": t.rotary(torch.arange(2100), 1e6, 64).cuda(),
     }
     features = torch.randn(1024, 512, device="cuda", dtype=torch.bfloat16)
     with pytest.raises(torch._dynamo.exc.Unsupported):

@@ -93,7 +93,7 @@ def test_chunked_loss(loss, softcap):
     rule = (loss, 2.5, softcap)
     labels = torch.where(torch.rand(n, slots) < 0.5, (rows @ head.T).argmax(-1), labels)  # half of them hits
     want = full_logits(rows, head, labels, valid, rule)
-    for chunk in (1, 17, 3 * slots, 4096):  # 11 blocks: one at a time, three at a time, all at once
+    for chunk in (1, 17 * V, 3 * slots * V, 2 ** 29):  # 11 blocks: one at a time, three at a time, all at once
         got = t.head_and_loss(rows, head, labels, valid, *rule, chunk=chunk)
         assert torch.equal(got[2], want[2]) and got[2].any()
         for i in (0, 1, 3):  # cross-entropy, weights, gradient
@@ -133,12 +133,15 @@ def test_constant_loss():
 TABLE = ("xxx", "x.x", "xx-", ".--", "---")
 
 def counters_of(table, loss):
-    """The counters of drafter_step for a drafter without layers, which predicts one token everywhere."""
+    """The counters of drafter_step for a drafter whose layer adds nothing, which predicts one token everywhere."""
     D, V, mask, N, B = 8, 20, 19, len(table), 4
     drafter = t.Drafter({
         "hidden_size": D, "rms_norm_eps": 1e-6, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "head_dim": 16, "rope_theta": 1e4, "layer_types": [], "block_size": B, "intermediate_size": 16,
+        "head_dim": 16, "rope_theta": 1e4, "layer_types": ["full_attention"], "block_size": B,
+        "intermediate_size": 16,
         "dflash_config": {"target_layer_ids": [0]}})
+    for matrix in (drafter.layers[0].self_attn.o_proj, drafter.layers[0].mlp.down_proj):
+        torch.nn.init.zeros_(matrix.weight)
     embed, head = torch.randn(V, D), torch.randn(V, D)
     said = int((head @ embed[mask] / embed[mask].norm()).argmax())
     tokens = torch.full((N, B), said)  # a slot that does not count would be a hit
@@ -147,7 +150,8 @@ def counters_of(table, loss):
     valid = torch.tensor([[False, *(mark != "-" for mark in marks)] for marks in table])
     S, anchor = 32, torch.arange(N) + 1
     features, positions, start = torch.randn(S, D), torch.arange(S), torch.zeros_like(anchor)
-    ends = {"embed": embed, "head": head, "embed_scale": 1.0, "softcap": 0.0}
+    ends = {"embed": embed, "head": head, "embed_scale": 1.0, "softcap": 0.0,
+            "rope": t.rotary(torch.arange(S + B), 1e4, 16)}
     return t.drafter_step(
         drafter, ends, features, positions, start, anchor, tokens, valid, mask, loss, 7.0)[2].tolist()
 
