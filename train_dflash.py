@@ -49,6 +49,7 @@ import time
 import traceback
 import zlib
 from collections import Counter
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
@@ -773,19 +774,84 @@ def tap(layers, taps):
         lambda module, inputs, out, t=t: caught.update({t: out[0] if isinstance(out, tuple) else out}))
         for t in set(taps)]
 
-@torch.no_grad()
-def capture(model, layers, taps, batch, features):
-    """Run the target over a micro-batch and write its taps into features [S, K*D], document after document.
+def listed(tiles):
+    """Tiles [rows, columns] bool -> how many hold something a row, and their columns first, as BlockMask
+    wants them."""
+    count = tiles.sum(1, dtype=torch.int32)
+    order = torch.argsort(tiles.to(torch.int32), dim=1, descending=True, stable=True).to(torch.int32)
+    return count[None, None], order[None, None].contiguous()
 
-    Tap t is the residual stream after decoder layer t, with no final norm. Each document is a row of its own,
-    padded on the right, so that causal attention needs no mask and recurrent layers leak nothing across
-    documents.
+def packed_tiles(begin, window):
+    """Which tiles of causal attention within documents hold anything, and which are full. begin: [S], the
+    first token of each token's document -> partial, full: bool [S/128, S/128], disjoint."""
+    c = torch.arange(0, len(begin), TILE, device=begin.device)
+    r, low, high = c[:, None], begin[::TILE, None], begin[TILE - 1:: TILE, None]
+    if window:
+        low, high = torch.maximum(low, r - window + 1), torch.maximum(high, r + TILE - window)
+    full = (c >= high) & (c < r)
+    return (c + TILE > low) & (c <= r) & ~full, full
+
+def packed_reading(base, layers, cfg, text):
+    """For a target of nothing but attention: make it read a whole micro-batch as one row, documents packed,
+    each decoder layer compiled for that one shape -> a function (begin [S] on the device) -> attention mask.
+
+    The masks' tensors are rewritten in place: layers compiled once stay compiled. transformers gives them to
+    flex_attention as they are. UserError for a target that has other layers.
+    """
+    kinds = set(getattr(text, "layer_types", None) or ()) or {"full_attention"}
+    if kinds - {"full_attention", "sliding_attention"}:
+        raise UserError(f"it has {min(kinds - {'full_attention', 'sliding_attention'})} layers")
+    window = getattr(text, "sliding_window", None) or 0
+    window = 0 if window >= cfg.max_length or not getattr(text, "use_sliding_window", True) else window
+    if window and not getattr(text, "layer_types", None):
+        kinds = {"sliding_attention"}
+    windows = {kind: window if kind == "sliding_attention" else 0 for kind in kinds}
+    begin = torch.zeros(cfg.tokens, dtype=torch.int32, device=base.device)
+
+    def rule(window):
+        def within(b, head, q, kv):
+            ok = (kv <= q) & (kv >= begin[q])
+            return ok & (kv > q - window) if window else ok
+        return within
+
+    masks = {w: BlockMask.from_kv_blocks(
+        *(x for tiles in packed_tiles(begin, w) for x in listed(tiles)), BLOCK_SIZE=TILE, mask_mod=rule(w))
+        for w in set(windows.values())}
+
+    def mask_of(begins):
+        begin.copy_(begins)
+        for w, mask in masks.items():
+            (count, order), (full_count, full_order) = map(listed, packed_tiles(begin, w))
+            for old, new in ((mask.kv_num_blocks, count), (mask.kv_indices, order),
+                             (mask.full_kv_num_blocks, full_count), (mask.full_kv_indices, full_order)):
+                old.copy_(new)
+        return masks[0] if set(masks) == {0} else (
+            masks[window] if len(kinds) == 1 else {kind: masks[w] for kind, w in windows.items()})
+
+    base.set_attn_implementation("flex_attention")
+    for layer in layers:  # not layer.compile(): the hooks stay outside of the graph
+        layer.forward = torch.compile(layer.forward, dynamic=False)
+    return mask_of
+
+@torch.no_grad()
+def capture(model, layers, taps, batch, features, mask_of=None):
+    """Run the target over a micro-batch and write its taps into features [S, K*D].
+
+    Tap t is the residual stream after decoder layer t, with no final norm. With mask_of (packed_reading())
+    all documents are one row; without, each is a row of its own, padded on the right, so that causal
+    attention needs no mask and recurrent layers leak nothing across documents.
     """
     device, D, lengths = features.device, features.shape[1] // len(taps), batch["lengths"]
     order, starts = np.argsort(-lengths, kind="stable"), np.cumsum(lengths) - lengths
     caught, hooks = tap(layers, taps)
     try:
-        for first, last, width in rectangles(lengths[order], batch["ids"].shape[0]):
+        if mask_of:
+            ids, positions = (torch.from_numpy(batch[k]).to(device)[None] for k in ("ids", "positions"))
+            begins = torch.arange(len(features), device=device) - positions[0]
+            model(input_ids=ids, position_ids=positions, attention_mask=mask_of(begins), use_cache=False)
+            for k, t in enumerate(taps):
+                features[:, k * D: (k + 1) * D] = caught[t][0]
+        for first, last, width in rectangles(lengths[order], batch["ids"].shape[0]) if not mask_of else ():
             rows = order[first:last]
             ids = np.zeros((len(rows), width), np.int64)
             source = np.concatenate([r * width + np.arange(lengths[d]) for r, d in enumerate(rows)])
@@ -992,11 +1058,6 @@ def mask_tiles(start, anchor, S, B, window):
 def block_mask(start, anchor, S, B, window, causal):
     """The BlockMask of the predicate, built inside the compiled graph: every input that varies is a
     tensor."""
-    def listed(tiles):
-        count = tiles.sum(1, dtype=torch.int32)
-        order = torch.argsort(tiles.to(torch.int32), dim=1, descending=True, stable=True).to(torch.int32)
-        return count[None, None], order[None, None].contiguous()
-
     partial, full = mask_tiles(start, anchor, S, B, window)
     Q = anchor.shape[0] * B
     return BlockMask.from_kv_blocks(
@@ -1048,7 +1109,9 @@ def slot_weights(ce, valid, loss, gamma):
     prefix = torch.where(valid, 0.5 * torch.exp(-ce) + 0.5, 1.0).cumprod(1) * valid
     return prefix.flip(1).cumsum(1).flip(1) * valid
 
-def head_and_loss(rows, head, labels, valid, loss, gamma, softcap, chunk=2 ** 29):
+CHUNK = 2 ** 29  # logits at a time: 1 GiB of bf16
+
+def head_and_loss(rows, head, labels, valid, loss, gamma, softcap, chunk=CHUNK):
     """Cross-entropy through the frozen head, in chunks, with its gradient: full logits never exist.
 
     rows [n, B-1, D], head [V, D], labels and valid [n, B-1] -> ce [n, B-1] float32, weights, hit [n, B-1]
@@ -1590,6 +1653,35 @@ def feature_buffer(job, device):
     width = len(job.config["dflash_config"]["target_layer_ids"]) * job.config["hidden_size"]
     return torch.zeros(job.cfg.tokens, width, dtype=compute_dtype(device), device=device)
 
+def fast_reading(base, layers, taps, job, features, tell):
+    """packed_reading() where it works, proved against plain reading on random documents of nearly the
+    longest length; else None. Which of them it is, is said once."""
+    cfg, at = job.cfg, np.arange(job.cfg.tokens)
+    longest = max(1, cfg.max_length - 1)  # odd, so that documents begin within tiles
+    batch = {"lengths": np.bincount(at // longest), "tokens_used": cfg.tokens, "positions": at % longest,
+             "ids": rng(0).integers(0, job.config["vocab_size"], cfg.tokens)}
+    usual, forwards = base.config._attn_implementation, [layer.forward for layer in layers]
+    capture(base, layers, taps, batch, features)
+    plain = features.float()
+    try:
+        mask_of = packed_reading(base, layers, cfg, base.config.get_text_config())
+        capture(base, layers, taps, batch, features, mask_of)
+        # bf16 noise grows with depth: 5% over taps 1 to 33 of an 8B-like model with random weights
+        errors = ((features - plain).unflatten(1, (len(taps), -1)).norm(dim=-1)
+                  / plain.unflatten(1, (len(taps), -1)).norm(dim=-1)).mean(0).tolist()
+        for t, error in zip(taps, errors):
+            if not error < min(0.01 * (t + 1), 0.25):
+                raise RuntimeError(f"the features of layer {t} differ by {error:.1%}")
+        tell("the target reads packed rows, its layers compiled; from plain reading its features differ by "
+             + ", ".join(f"{error:.1%}" for error in errors))
+        return mask_of
+    except Exception as e:  # whatever a family's code does under the compiler, the plain way is right
+        base.set_attn_implementation(usual)
+        for layer, forward in zip(layers, forwards):
+            layer.forward = forward
+        tell(f"the target reads padded rows, not compiled ({first_line(e)})")
+        return None
+
 def target_worker(seat, job, stop):
     """Run the target over the micro-batches m = index mod T and hand the features to drafter m mod D."""
     cfg, taps, cuda = job.cfg, job.config["dflash_config"]["target_layer_ids"], seat.device == "cuda"
@@ -1597,6 +1689,10 @@ def target_worker(seat, job, stop):
     base = load_target(cfg.target, compute_dtype(seat.device), max(taps) + 1).base_model.to(seat.device)
     layers = decoder_layers(base)
     buffers, sent = [feature_buffer(job, seat.device) for _ in range(2)], [None, None]
+    mask_of = None
+    if cuda:
+        mask_of = fast_reading(base, layers, taps, job, buffers[0], itself if seat.index else say)
+        torch.compiler.set_stance("fail_on_recompile")
     wire = torch.cuda.Stream() if cuda else None
     dist.barrier()  # everyone is loaded and compiled
     turn, group_size = 0, seat.D * cfg.accumulation
@@ -1608,7 +1704,7 @@ def target_worker(seat, job, stop):
             continue
         if sent[turn] is not None:  # the buffer is free once its last message has left
             sent[turn].synchronize() if cuda else sent[turn].wait()
-        capture(base, layers, taps, batch, buffers[turn])
+        capture(base, layers, taps, batch, buffers[turn], mask_of)
         header, group = pairs[seat.index, i % seat.D]
         if cuda:
             torch.cuda.current_stream().synchronize()  # the header says "ready": no receive ever spins
@@ -1707,6 +1803,9 @@ def drafter_worker(seat, job, stop):
 
     # --- one graph, compiled once: drafter 0 first, the others find its cache
     features = feature_buffer(job, device)
+    mask_of = None
+    if both and cuda:
+        mask_of = fast_reading(base, layers, taps, job, features, say if lead else itself)
     graph = torch.compile(drafter_step, fullgraph=True, dynamic=False) if cuda else drafter_step
 
     def run_graph(x):
@@ -1735,7 +1834,21 @@ def drafter_worker(seat, job, stop):
     wire = torch.cuda.Stream() if cuda else None
     whole_run = schedule(step, m, total, D * A, cfg.eval_every, job.n_eval)
     mine = ((kind, i) for kind, i in whole_run if i % D == seat.index)
-    times, waits = Counter(), []  # host seconds; pairs of CUDA events around the GPU's wait for features
+    times, marks = Counter(), []  # milliseconds by what they were spent on; (name, event, event) not read yet
+
+    @contextmanager
+    def timed(name):
+        """Time on the GPU's own stream, or on a CPU; the host never waits for it."""
+        if cuda:
+            marks.append((name, *(torch.cuda.Event(enable_timing=True) for _ in range(2))))
+            _, begin, end = marks[-1]
+            begin.record()
+            yield
+            end.record()
+        else:
+            begin = time.perf_counter()
+            yield
+            times[name] += 1e3 * (time.perf_counter() - begin)
 
     def fetch():
         """The next micro-batch of this drafter, its features under way or there. None at the end of the
@@ -1746,28 +1859,27 @@ def drafter_worker(seat, job, stop):
         begin = time.perf_counter()
         batch = micro_batch(job.documents, cfg, i, kind == "eval")
         batch["tensors"] = to_device(batch, device)
-        times["data"] += time.perf_counter() - begin
+        times["data"] += 1e3 * (time.perf_counter() - begin)
         if batch["blocks"] and both:
-            capture(base, layers, taps, batch, features)
+            with timed("capture"):
+                capture(base, layers, taps, batch, features, mask_of)
         elif batch["blocks"]:
-            t, begin = i % seat.T, time.perf_counter()
+            t = i % seat.T
             header, group = pairs[t, seat.index]
             theirs = torch.zeros(6, dtype=torch.int64)
-            dist.recv(theirs, t, header)
+            with timed("wait"):  # on a GPU: from the end of its work to the header, which says "ready"
+                dist.recv(theirs, t, header)
             check_header(header_of(batch, features), theirs)
             if cuda:
                 wire.wait_stream(torch.cuda.current_stream())  # the buffer is free once the graph is through
             with torch.cuda.stream(wire):
                 dist.irecv(features, t, group).wait()
-            times["wait"] += time.perf_counter() - begin
         return batch
 
     def features_arrive():
         if cuda and not both:
-            waits.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
-            waits[-1][0].record()
-            torch.cuda.current_stream().wait_stream(wire)
-            waits[-1][1].record()
+            with timed("wait"):
+                torch.cuda.current_stream().wait_stream(wire)
 
     # --- what is told and kept
     track = open_tracker(cfg, out) if lead else None
@@ -1842,13 +1954,15 @@ def drafter_worker(seat, job, stop):
             assert (batch["m"], batch["held_out"]) == (i, False), f"{seat.name} holds {batch['m']}, not {i}"
             if batch["blocks"]:
                 features_arrive()
-                rows, gradient, found = run_graph(batch["tensors"])
-                rows.backward(gradient)  # adds to the views of `flat`
-                counters += found
-                del rows, gradient
+                with timed("graph"):
+                    rows, gradient, found = run_graph(batch["tensors"])
+                    rows.backward(gradient)  # adds to the views of `flat`
+                    counters += found
+                    del rows, gradient
             context_tokens += batch["tokens_used"]
             batch = fetch()
-        dist.all_reduce(flat, group=gradients)
+        with timed("reduction"):
+            dist.all_reduce(flat, group=gradients)
         # Sums over everyone, divided once, then clipped: both inside the optimizer's kernel, as is the skip.
         divisor = counters[1]
         norm = torch.linalg.vector_norm(flat[:size]) / divisor
@@ -1856,7 +1970,8 @@ def drafter_worker(seat, job, stop):
         optimizer.grad_scale = torch.where(ok, divisor * (norm / cfg.clip).clamp(min=1), 1.0)
         optimizer.found_inf = (~ok).float()
         optimizer.param_groups[0]["lr"] = rate = learning_rate(cfg, m, total)
-        optimizer.step()
+        with timed("optimizer"):
+            optimizer.step()
         step, m = step + 1, min(m + D * A, total)
         summed += torch.where(torch.isfinite(counters), counters, 0)
         skipped = (~ok & (divisor != 0)).float()
@@ -1873,12 +1988,16 @@ def drafter_worker(seat, job, stop):
             c, (skips, in_a_row, norm) = summed.tolist(), health.tolist()  # only here the host awaits the GPU
             values, steps = read_counters(c), step - at_log
             seconds = max(time.perf_counter() - mark_time - paused, 1e-9)
-            wait_ms = sum(a.elapsed_time(b) for a, b in waits) if cuda else times["wait"] * 1e3
+            for name, a, b in marks:
+                b.synchronize()  # a hand-over under way is waited for: once a log line
+                times[name] += a.elapsed_time(b)
+            marks.clear()
             memory = torch.cuda.max_memory_reserved() if cuda else 1024 * resource.getrusage(0).ru_maxrss
             values |= {"lr": rate, "grad_norm": norm, "tokens_per_s": context_tokens * D / seconds,
                        "rows_per_s": values["blocks"] * cfg.block / seconds, "ms": seconds / steps * 1e3,
                        "mfu": flops * A * steps / seconds / peak / 1e12 if peak else None,
-                       "wait_ms": wait_ms / steps, "data_ms": times["data"] / steps * 1e3,
+                       **{f"{k}_ms": times[k] / steps for k in (
+                           "wait", "data", "capture", "graph", "reduction", "optimizer")},
                        "mem_gib": gib(memory), "eta_s": seconds / steps * (steps_total - step),
                        "skipped_steps": int(skips)}
             line = (f"step {step:{len(str(steps_total))}}/{steps_total}  loss {values['loss']:.4f}  "
@@ -1897,7 +2016,6 @@ def drafter_worker(seat, job, stop):
                                "target overflows, or its checkpoint is damaged")
             summed.zero_()
             health[0] = 0
-            waits.clear()
             times.clear()
             mark_time, paused, context_tokens, at_log = time.perf_counter(), 0.0, 0, step
         if bar:
@@ -2255,29 +2373,44 @@ def parameters_of(target, taps):
     return whole, whole - sum(sizes[max(taps) + 1:]) - own_head, embed.numel() + own_head
 
 def predict_memory(cfg, config, counts, size, seat):
-    """Bytes of one process by part. Activations by the tensors that the graph keeps for backward."""
-    S, Q, D, V, L = (cfg.tokens, cfg.anchors * cfg.block, config["hidden_size"], config["vocab_size"],
-                     config["num_hidden_layers"])
+    """Bytes of one process by part. Activations are what the graph keeps for backward, and the most that
+    backward has in hand at once; within 5% of max_memory_allocated at the shapes of tests/bench_step.py."""
+    S, Q, D, L = cfg.tokens, cfg.anchors * cfg.block, config["hidden_size"], config["num_hidden_layers"]
     H, G, h, ffn = (config[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim",
                                         "intermediate_size"))
     K, cuda = len(config["dflash_config"]["target_layer_ids"]), seat.device == "cuda"
     w, parts = 2 if cuda else 4, {}  # bytes of a compute element
     if seat.role != "drafter":
         parts["target weights"] = counts[1] * w
-        parts["target activations"] = S * (6 * D + 3 * ffn) * w
     parts["features"] = S * K * D * w * (2 if seat.role == "target" else 1)
+    working = S * (6 * D + 3 * ffn) if seat.role != "drafter" else 0  # the target's own, one layer at a time
     if seat.role != "target":
         parts["embedding and head"] = counts[2] * w
         parts["masters, gradients, moments"] = 16 * size
-        parts["activations"] = size * w + w * (
-            Q * L * (5 * D + 3 * H * h + 3 * ffn) + S * (K * D + 2 * D) + (S + Q) * L * 4 * G * h)
-        parts["head"] = 4096 * V * (4 + 2 * w) + 2 * Q * D * w
+        parts["kept for backward"] = w * (size * (w == 2) + Q * D + 2 * S * D + L * (
+            Q * (2 * D + 3 * H * h + 2 * ffn) + (S + Q) * 3 * G * h))
+        working = max(working, Q * (3 * ffn + 2 * D), 2 * min(CHUNK, Q * config["vocab_size"]))
+    parts["working"] = w * working
     if cuda:
         pairs = 0 if seat.role == "both" else math.lcm(seat.T, seat.D)
         links = pairs // (seat.T if seat.role == "target" else seat.D)
         parts["communicators"] = (links + (seat.role != "target" and seat.D > 1)) * 300 * 2**20
         parts["CUDA context"] = 600 * 2**20
     return parts
+
+def predict_rates(cfg, config, counts, documents, gpu):
+    """Context tokens a second of (one target GPU, one drafter GPU): useful operations at the share of the
+    data sheet's peak that an H200 reaches on them (tests/figures.json: 0.60 a drafter, 0.55 a target)."""
+    peak = 1e12 * next((v for k, v in PEAK_TFLOPS.items() if k in gpu), PEAK_TFLOPS["H200"])
+    order, bounds = documents.train
+    lengths = documents.rows.data.column("length").to_numpy()[order].astype(float)
+    tokens = lengths.sum() / (len(bounds) - 1)  # of a micro-batch
+    reach = (lengths**2).sum() / lengths.sum() / 2  # context before the mean token
+    L, pairs = config["num_hidden_layers"], cfg.anchors * cfg.block * (reach + cfg.block)
+    weights = counts[1] - config["vocab_size"] * config["hidden_size"]  # the embedding is looked up
+    capture = 2 * weights * tokens  # attention adds a few percent at these lengths
+    step = step_flops(config, cfg.tokens, cfg.anchors, cfg.anchors * (cfg.block - 1), pairs * L)
+    return tokens * 0.55 * peak / capture, tokens * 0.60 * peak / step
 
 def print_plan(cfg, config, seats, documents, total, size):
     taps, group = config["dflash_config"]["target_layer_ids"], seats[-1].D * cfg.accumulation
@@ -2297,6 +2430,17 @@ def print_plan(cfg, config, seats, documents, total, size):
         parts = predict_memory(cfg, config, counts, size, seat)
         say(f"  {seat.name}: {gib(sum(parts.values())):.1f} = "
             + " + ".join(f"{k} {gib(v):.2f}" for k, v in parts.items()))
+    if seats[0].device == "cuda":
+        gpu = torch.cuda.get_device_name() if torch.cuda.device_count() else "H200"
+        a, b = predict_rates(cfg, config, counts, documents, gpu)
+        T, D, n = seats[0].T, seats[0].D, len(seats)
+        if seats[0].role == "both":
+            rate = f"both in turn {n / (1 / a + 1 / b):,.0f}"
+        else:
+            best = max(range(1, n), key=lambda targets: min(targets * a, (n - targets) * b))
+            rate = (f"{T} targets {T * a:,.0f}, {D} drafters {D * b:,.0f}; the best split of {n} GPUs is "
+                    f"{best} + {n - best}, {min(best * a, (n - best) * b):,.0f}")
+        say(f"predicted context tokens a second ({gpu}): {rate}")
     say("config:\n" + "\n".join(f"  {k} = {v}" for k, v in dataclasses.asdict(cfg).items()))
 
 def take_folder(out):

@@ -219,7 +219,8 @@ def test_rotary_far_out():
     assert table.dtype == torch.float32 and (table.flatten() - want).abs().max() < 5e-3
     drafter = make("full", rope_theta=theta).bfloat16()
     features = torch.randn(1, K * D).bfloat16().expand(2, -1)
-    still, far = drafter.context(features, t.rotary(torch.tensor([0, place]), theta, h))[0][0].double().detach()
+    rope = t.rotary(torch.tensor([0, place]), theta, h)
+    still, far = drafter.context(features, rope)[0][0].double().detach()
     i = torch.arange(h // 2).double()
     angle = place * theta ** (-2 * i / h)
     want = torch.view_as_real(torch.polar(torch.ones_like(angle), angle) * torch.complex(*still.chunk(2, 1)))
@@ -278,6 +279,32 @@ def test_capture(family, tmp_path):
     logits = out.hidden_states[4][0] @ ends["head"].T
     logits = ends["softcap"] * torch.tanh(logits / ends["softcap"]) if ends["softcap"] else logits
     assert torch.equal(ends["head"], head) and (logits - out.logits[0]).abs().max() < 1e-4
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3, soft cap"])
+def test_packed_reading(family):
+    """Catches a document that sees another, a window or a scale lost, a tile called full that is not, a mask
+    of the micro-batch before, and a compilation for each: packed rows against each document alone."""
+    model = tf.AutoModelForCausalLM.from_config(FAMILIES[family]()).float().eval()
+    base, layers, taps, S = model.base_model, t.decoder_layers(model.base_model), [0, 3], 384
+    draws = [torch.randint(1, 150, (9,)) for _ in range(3)]
+    batches, wanted = [], []
+    for lengths in ([int(n) for n in draw[draw.cumsum(0) < S]] for draw in draws):
+        begin = np.concatenate([np.repeat(np.cumsum(lengths) - lengths, lengths), np.arange(sum(lengths), S)])
+        batch = {"lengths": np.array(lengths), "tokens_used": sum(lengths), "positions": np.arange(S) - begin,
+                 "ids": torch.randint(1, 64, (S,)).numpy()}
+        want = torch.zeros(S, 64)
+        t.capture(base, layers, taps, batch, want)  # plain reading, which test_capture holds to the target
+        batches.append(batch)
+        wanted.append(want)
+    torch._dynamo.reset()
+    cfg = t.Config(tokens=S, max_length=150)
+    mask_of = t.packed_reading(base, layers, cfg, model.config.get_text_config())
+    features = torch.full((S, 64), torch.nan)
+    t.capture(base, layers, taps, batches[0], features, mask_of)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for batch, want in zip(batches, wanted):
+            t.capture(base, layers, taps, batch, features, mask_of)
+            assert (features - want).abs().max() < 1e-4 * want.abs().max()
 
 def test_default_taps():
     """Catches a departure from the published layers, and taps that repeat or miss a shallow target."""
