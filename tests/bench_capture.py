@@ -1,9 +1,9 @@
 """Time the target's capture: python tests/bench_capture.py [--shape 8b tiny]
 
 An 8B-like Qwen3 with random weights, made on the spot, taps 1 9 17 25 33. One JSON line each for
-transformers' own `output_hidden_states=True` (the whole model, 4 x 3,072 tokens), for the trainer's capture
-of these documents, and for its capture of the ragged documents of shape P (real tokens a second). `error` is the
-mean relative difference of the features from transformers' own.
+transformers' own `output_hidden_states=True` (the whole model, 4 x 3,072 tokens), for the trainer's
+capture of these documents, and for its capture of the ragged documents of shape P (real tokens a second).
+`error` is the mean relative difference of the features from transformers' own.
 """
 import argparse
 import json
