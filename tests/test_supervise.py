@@ -2,7 +2,6 @@
 
     python -m pytest tests/test_supervise.py
 """
-import dataclasses
 import json
 import os
 import re
@@ -12,19 +11,19 @@ import sys
 import time
 
 import pytest
-from supervise_kit import FAST, HANG, OOM, RAISE, alive, bearers, call, case, gpu, supervised, toy, until
+from supervise_kit import EXTRA, CORE, HANG, RAISE, alive, bearers, call, case, gpu, supervised, toy, until
 
 import supervise as s
 
-LIMITS = s.Options()
+LIMITS = s.parse(["--", "x"])[0]
 
 # ------------------------------------------------------------------------------------------------ decisions
 
 def attempts(*changes, **common):
     """A history: every attempt failed with exit 1 after an hour, without a gain, unless changed."""
-    plain = {"start": 0.0, "up": 3600.0, "code": 1, "core": False, "ended": "", "ended_words": "", "process": "",
+    plain = {"start": 0.0, "up": 3600.0, "code": 1, "core": False, "ended": "", "words": "", "process": "",
              "root": "RuntimeError: boom", "cause": "error", "cause_words": "", "signature": "error boom",
-             "step": 120, "total": 1000, "gain": False, "wasted": 0.0, "done_missing": False, "unkillable": "", "gpus": ""}
+             "first": 100, "step": 120, "total": 1000, "strays": 0, "gain": False, "wasted": 0.0, "done_missing": False, "unkillable": "", "gpus": ""}
     return [{**plain, "number": i + 1, "restart": i, "start": 3600.0 * i, **common, **change}
             for i, change in enumerate(changes)]
 
@@ -32,8 +31,8 @@ GAIN, SHORT = {"gain": True}, {"up": 60.0}
 NAN = {"code": 76, "cause": "nan", "signature": "nan"}
 TABLE = [  # what happened, what is decided, the word that must be in the sentence
     ("finished", [{"code": 0, "root": ""}], ("finished", 0), "finished"),
-    ("finished, with a failure in its text", [{"code": 0, "step": 1000}], ("finished", 0), "holds a failure: RuntimeError"),
-    ("exit 0, a failure in its text and steps missing", [{"code": 0}], ("relaunch", None), "step 120 of 1000"),
+    ("finished, with a failure in its text", [{"code": 0, "step": 1000}], ("finished", 0), "holds a failure"),
+    ("exit 0, a failure in its text and steps missing", [{"code": 0}], ("relaunch", None), "steps are missing"),
     ("exit 0, steps missing, no failure in its text", [{"code": 0, "root": ""}], ("finished", 0), "finished"),
     ("exit 0 without its done file", [{"code": 0, "root": "", "done_missing": True}], ("relaunch", None), "--done"),
     ("exit 0 without its done file for ever", [{"code": 0, "done_missing": True}] * 3, ("give up", 93), "higher step"),
@@ -60,9 +59,9 @@ TABLE = [  # what happened, what is decided, the word that must be in the senten
     ("GPU lost by its text alone", [{"cause": "gpu-lost"}], ("relaunch", None), "relaunch"),
     ("GPU lost", [{"gpus": "GPU 3 is gone from nvidia-smi"}], ("give up", 95), "GPU 3 is gone"),
     ("unkillable", [{"unkillable": "process 7 in state D cannot be killed"}], ("give up", 95), "state D"),
-    ("a hang that answered TERM with 75", [{"code": 75, "ended": "hang", "ended_words": "made no progress for 0:15:00"}],
+    ("a hang that answered TERM with 75", [{"code": 75, "ended": "hang", "words": "made no progress for 0:15:00"}],
      ("relaunch", None), "no progress"),
-    ("a hang that answered TERM with 0", [{"code": 0, "ended": "hang", "ended_words": "made no progress"}],
+    ("a hang that answered TERM with 0", [{"code": 0, "ended": "hang", "words": "made no progress"}],
      ("relaunch", None), "no progress"),
     ("five restarts at once", [{"start": 100.0 * i, "up": 90.0, **GAIN} for i in range(6)], ("give up", 94), "5 restarts in 0:30:00"),
     ("fifty restarts", [{"restart": 50, **GAIN}], ("give up", 94), "50 restarts"),
@@ -89,7 +88,7 @@ def test_a_stop_is_never_a_relaunch(code, signal_number, expected):
 
 def test_backoff_doubles_to_its_cap_and_resets():
     """Catches a relaunch storm, and a back-off that a healthy attempt does not reset."""
-    limits = dataclasses.replace(LIMITS, max_no_gain=99, max_same=99, rate=99)
+    limits = s.parse("--max-no-gain 99 --max-same 99 --rate 99 -- x".split())[0]
     delays = [s.decide(attempts(*[{}] * n), limits, 0.0)[2] for n in range(1, 10)]
     assert delays == [5, 10, 20, 40, 80, 160, 300, 300, 300]
     assert s.decide(attempts({}, {}, GAIN), limits, 0.0)[2] == 5
@@ -103,8 +102,7 @@ def test_ledgers_outlive_a_reboot():
 # -------------------------------------------------------------------------------------- hang and progress
 
 def progress(**changed):
-    return {"phase": "", "step": None, "total": None, "first": None, "top": None, "moved": 0.0, "gained": None, "longest": 0.0,
-            "known": True, "wrapped": False, "gap": False, "nonfinite": 0, "pace": [], **changed}
+    return {**s.at_start(0.0, True), **changed}
 
 @pytest.mark.parametrize("p, seconds", [
     ({"known": False}, 1800), ({}, 1800), ({"phase": "compiling", "step": 3, "top": 3}, 1800),
@@ -149,11 +147,11 @@ def test_steps(line, found):
 @case(35, 36)
 def test_clean(line, text):
     """Catches colours, NULs and bad bytes that hide a step or raise."""
-    assert s.clean(line) == text
+    assert s.lines_of(line) == [text]
 
 @pytest.mark.parametrize("code, words", [
     (-11, "SIGSEGV (exit 139"), (-9, "SIGKILL (exit 137"), (1, "exit 1"), (137, "SIGKILL"), (75, "on request"), (76, "diverged"),
-    (-64, "SIGRTMAX"), (None, "unseen"), (200, "exit 200")])
+    (-64, "SIGRTMAX"), (-70, "signal 70"), (200, "exit 200")])
 @case(3)
 def test_exit_words(code, words):
     """Catches a signal that is not named, and a number that has no name raising."""
@@ -211,9 +209,9 @@ def test_causes_by_exit_code(code, ended, oom, label):
     """Catches a plain kill -9 that is called out of memory without a proof."""
     assert s.cause_of(code, "", "", ended, oom)[0] == label
 
-def csv(*rows, fields=s.CORE + s.EXTRA):
-    header = ", ".join(f"{f} [MiB]" if "memory." in f else f for f in fields)
-    return "\n".join([header, *(", ".join(r.values()) if isinstance(r, dict) else r for r in rows)]) + "\n"
+def csv(*rows):
+    rows = [", ".join(r[f] for f in CORE + EXTRA) if isinstance(r, dict) else r for r in rows]
+    return "\n".join([", ".join(CORE + EXTRA), *rows]) + "\n"
 
 @pytest.mark.parametrize("word, value", [("0", 0.0), ("77.41", 77.41), *((w, None) for w in (
     "[N/A]", "N/A", "[Not Supported]", "[Unknown Error]", "[Insufficient Permissions]", "[GPU requires reset]", "ERR!", "", "77,41",
@@ -224,7 +222,7 @@ def test_unknown_is_never_zero(word, value):
     assert s.number_of(word) == value
 
 @pytest.mark.parametrize("text, count, odd", [
-    (csv(gpu()), 1, ""), (csv(gpu(0), gpu(1)), 2, ""), (csv(), 0, ""), ("", 0, ""), ("No devices were found\n", 0, "No devices"),
+    (csv(gpu()), 1, ""), (csv(gpu(0), gpu(1)), 2, ""), (csv(), 0, ""), ("", 0, "no header"), ("No devices were found\n", 0, "No devices"),
     (csv(gpu(), "2026/11/29, 1, GPU-"), 1, "2026/11/29, 1"), (csv(gpu(), gpu(1, power_draw="77,41")), 1, "2026/11/29"),
     (csv("Unable to determine the device handle for GPU 0000:09:00.0: Unknown Error", gpu()), 1, "Unable"),
     (", ".join(gpu().values()), 0, "2026"), ("\ufffd" * 50, 0, "\ufffd"), ("x, " * 1000, 0, "x")])
@@ -251,7 +249,7 @@ def test_bad_command_lines(tmp_path):
     file.write_text("x")
     toys = ["--", *toy("--steps 1")]
     for arguments, code, word in (
-            (["--run-dir", tmp_path], 2, "no command"), (["python", "x.py"], 2, "put -- before"), (["--nosuch", *toys], 2, "--nosuch"),
+            (["--run-dir", tmp_path], 2, "no command"), (["python", "x.py"], 2, "begins after --"), (["--nosuch", *toys], 2, "--nosuch"),
             (["--backoff", "9", "--backoff-cap", "1", *toys], 2, "above --backoff-cap"), (["--grace", "-1", *toys], 2, "--grace"),
             (["--grace", "x", *toys], 2, "--grace"), (["--step-regex", "(", *toys], 2, "--step-regex"),
             (["--run-dir", file / "sub", *toys], 2, "cannot be written"), (["--", "nosuch-command"], 127, "nosuch-command: command not found"),
@@ -263,7 +261,7 @@ def test_bad_command_lines(tmp_path):
 
 def test_help_fits_a_terminal():
     """Catches options that multiply until nobody reads them."""
-    text = s.help_text()
+    text = call("--help")[1]
     assert len(text.splitlines()) <= 40 and max(map(len, text.splitlines())) <= 110
     assert len(open(s.__file__).readlines()) <= 700
 
@@ -322,7 +320,7 @@ def test_exit_0_that_is_no_success(tmp_path):
     crash = f"{shlex.join(toy('--steps 99 --at 4', RAISE))} 2>&1 | cat"
     with supervised(tmp_path, "", ["sh", "-c", crash], name="pipe") as run:
         assert run.ended() == 93
-        assert run.events("exit")[0]["code"] == 0 and "step 4 of 99" in run.events("decision")[0]["text"]
+        assert run.events("exit")[0]["code"] == 0 and "steps are missing" in run.events("decision")[0]["text"]
     with supervised(tmp_path, "--done export", toy("--steps 3"), name="done") as run:
         assert run.ended() == 93 and "--done" in run.events("decision")[0]["text"]
     with supervised(tmp_path, "", [sys.executable, "-c", "print('ValueError: odd')"], name="text") as run:
@@ -363,7 +361,7 @@ def test_stopped_child_is_continued_before_term(tmp_path):
     """Catches a SIGTERM that a stopped process never gets, and a report that does not say it was stopped."""
     with supervised(tmp_path, "--hang 0.7", toy("--steps 9 --resume --attempts 1 --at 4", "os.kill(os.getpid(), signal.SIGSTOP)")) as run:
         assert run.ended() == 0
-        assert "state T" in run.events("hang")[0]["text"]
+        assert "is stopped" in run.events("hang")[0]["text"]
         assert run.events("exit")[0]["code"] == 75, "it saved, so it was continued and asked, not killed"
 
 @case(17)
@@ -485,11 +483,11 @@ def test_stop_request_outlives_the_supervisor(tmp_path):
 
 def test_status_and_stop(tmp_path):
     """Catches a status that is longer than a screen, wrong, or fails when the run is dead; a stop that does not wait."""
-    with supervised(tmp_path, "", toy("--steps 9999 --save-seconds 0.3 --beat")) as run:
+    with supervised(tmp_path, "--gpu-interval 0.3", toy("--steps 9999 --save-seconds 0.3 --beat")) as run:
         run.logged("step   20")
-        code, out, _ = call("status", run.dir)
-        assert code == 0 and len(out.splitlines()) <= 24
-        for word in ("attempt 1", "training", "of 9999", "no gain 3", "tail -F", "eta", str(run.pid)):
+        out = until(lambda: "of 9999" in (text := call("status", run.dir)[1]) and text)
+        assert len(out.splitlines()) <= 24
+        for word in ("attempt 1", "training", "of 9999", "no gain 3 of 3", "tail -F", "eta", str(run.pid)):
             assert word in out, out
         code, out, _ = call("stop", run.dir)
         assert code == 0 and b"saved at" in run.log(1) and run.ended() == 75
