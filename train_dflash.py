@@ -1507,10 +1507,11 @@ def checksum(path):
     return crc
 
 def write_checkpoint(out, step, config, masters, trainer, keep):
-    """checkpoints/step-N as a whole or not at all: write beside, fsync, rename, move `latest`, drop the
-    oldest.
+    """checkpoints/step-N as a whole or not at all: write beside, fsync, rename, move `latest`, drop what is
+    older than the newest `keep`. Later ones can only be broken: the run went on from before them.
 
-    masters: fp32 state dict on the CPU; trainer: all else that resuming needs. OSError when the disk refuses.
+    masters: fp32 state dict on the CPU; trainer: all else that resuming needs. Whatever the disk refuses is
+    raised, as OSError or as torch's or safetensors' own.
     """
     root = Path(out) / "checkpoints"
     root.mkdir(exist_ok=True)
@@ -1529,7 +1530,8 @@ def write_checkpoint(out, step, config, masters, trainer, keep):
     beside.rename(final)
     fsync(root)
     atomic_write(root / "latest", final.name + "\n")
-    for old in sorted(root.glob("step-*"))[:-keep]:
+    older = sorted(folder for folder in root.glob("step-*") if folder.name < final.name)
+    for old in older[: max(0, len(older) + 1 - keep)]:
         shutil.rmtree(old)
 
 def find_checkpoint(out):
@@ -1587,12 +1589,20 @@ class Seat:
     D: int
     gpu: int
     device: str
+    alive: object = None  # shared: time.monotonic() of the process's last progress, 0 while it waits
 
     def __post_init__(self):
         where = f"GPU {self.gpu}" if self.device == "cuda" else f"CPU process {self.gpu}"
         self.name = f"{'target + drafter' if self.role == 'both' else self.role} {self.index} ({where})"
         self.world = self.D if self.role == "both" else self.T + self.D
         self.rank = self.T + self.index if self.role == "drafter" else self.index
+
+    def moves(self):
+        self.alive.value = time.monotonic()
+
+    def waits(self):
+        """For another process, from here on: whoever hangs, it is not this one."""
+        self.alive.value = 0.0
 
 @dataclasses.dataclass
 class Job:
@@ -1614,7 +1624,7 @@ def connect(seat, meeting, timeout):
     drafters' gradient group, {(t, d): (header group, feature group)})."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: nothing listens beyond it
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    wait = timedelta(seconds=timeout)
+    wait = timedelta(seconds=timeout + 30)  # main, which can name who hangs, is to notice first
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=seat.rank, world_size=seat.world,
                             timeout=wait)
     fast = "nccl" if seat.device == "cuda" else "gloo"
@@ -1685,6 +1695,7 @@ def fast_reading(base, layers, taps, job, features, tell):
 def target_worker(seat, job, stop):
     """Run the target over the micro-batches m = index mod T and hand the features to drafter m mod D."""
     cfg, taps, cuda = job.cfg, job.config["dflash_config"]["target_layer_ids"], seat.device == "cuda"
+    seat.waits()
     _, _, pairs = connect(seat, job.meeting, cfg.stall_timeout)
     base = load_target(cfg.target, compute_dtype(seat.device), max(taps) + 1).base_model.to(seat.device)
     layers = decoder_layers(base)
@@ -1702,12 +1713,15 @@ def target_worker(seat, job, stop):
         batch = micro_batch(job.documents, cfg, i, kind == "eval")
         if not batch["blocks"]:  # the drafter knows it too
             continue
+        seat.waits()
         if sent[turn] is not None:  # the buffer is free once its last message has left
             sent[turn].synchronize() if cuda else sent[turn].wait()
+        seat.moves()
         capture(base, layers, taps, batch, buffers[turn], mask_of)
         header, group = pairs[seat.index, i % seat.D]
         if cuda:
             torch.cuda.current_stream().synchronize()  # the header says "ready": no receive ever spins
+        seat.waits()
         dist.send(header_of(batch, buffers[turn]), seat.T + i % seat.D, header)
         with torch.cuda.stream(wire):  # None on a CPU: then this does nothing
             sent[turn] = dist.isend(buffers[turn], seat.T + i % seat.D, group)
@@ -1773,12 +1787,25 @@ def drafter_worker(seat, job, stop):
     step, m, total, dtype = job.step, job.m, job.total, compute_dtype(device)
     gamma = cfg.gamma or default_gamma(cfg.block)
 
+    complaints = set()
+
+    def record(action, *args, **values):
+        """Write to the run folder; a disk that refuses costs the line, never the run, and is said once."""
+        try:
+            action(out, *args, **values)
+        except OSError as e:
+            if e.errno not in complaints:
+                complaints.add(e.errno)
+                say(f"{out} cannot be written, training goes on: {e}")
+
     def beat(phase):
+        seat.moves()
         if lead:
-            heartbeat(out, phase, step, m)
+            record(heartbeat, phase, step, m)
 
     # --- who is here, what is frozen, what learns
     beat("loading")
+    seat.waits()
     control, gradients, pairs = connect(seat, job.meeting, cfg.stall_timeout)
     model = load_target(cfg.target, dtype, max(taps) + 1 if both else 0).to(device)
     ends, base = frozen_ends(model), model.base_model if both else None
@@ -1800,6 +1827,18 @@ def drafter_worker(seat, job, stop):
     if saved:
         optimizer.load_state_dict(saved["optimizer"])
     del saved, model
+
+    writing, kept = {"thread": None, "error": None}, {}  # kept: pinned host copies of weights and moments
+
+    def keep_room():
+        """Pinning takes seconds for each 10 GiB: done while the graph compiles, so that no save waits for it."""
+        for i, (name, p) in enumerate(drafter.named_parameters()):
+            for key in (("masters", name), (i, "exp_avg"), (i, "exp_avg_sq")):
+                kept[key] = torch.empty(p.shape, pin_memory=cuda)
+
+    if lead:
+        pinning = threading.Thread(target=keep_room)
+        pinning.start()
 
     # --- one graph, compiled once: drafter 0 first, the others find its cache
     features = feature_buffer(job, device)
@@ -1824,6 +1863,7 @@ def drafter_worker(seat, job, stop):
             del rows, gradient
             flat.zero_()
             torch.cuda.synchronize() if cuda else None
+        seat.waits()
         dist.barrier(control)
     if cuda:
         torch.compiler.set_stance("fail_on_recompile")  # from here on a compilation is an error
@@ -1856,6 +1896,7 @@ def drafter_worker(seat, job, stop):
         kind, i = next(mine, (None, None))
         if kind is None:
             return None
+        seat.moves()
         begin = time.perf_counter()
         batch = micro_batch(job.documents, cfg, i, kind == "eval")
         batch["tensors"] = to_device(batch, device)
@@ -1867,8 +1908,10 @@ def drafter_worker(seat, job, stop):
             t = i % seat.T
             header, group = pairs[t, seat.index]
             theirs = torch.zeros(6, dtype=torch.int64)
+            seat.waits()
             with timed("wait"):  # on a GPU: from the end of its work to the header, which says "ready"
                 dist.recv(theirs, t, header)
+            seat.moves()
             check_header(header_of(batch, features), theirs)
             if cuda:
                 wire.wait_stream(torch.cuda.current_stream())  # the buffer is free once the graph is through
@@ -1894,10 +1937,8 @@ def drafter_worker(seat, job, stop):
     def tell(kind, line, **values):
         if line:
             bar.write(line, file=sys.stdout) if bar else say(line)
-        write_metric(out, kind, step=step, micro_batches=m, **values)
+        record(write_metric, kind, step=step, micro_batches=m, **values)
         track(kind, {"step": step, **values})
-
-    writing = {"thread": None, "error": None}
 
     def finish_save():
         if writing["thread"]:
@@ -1918,29 +1959,42 @@ def drafter_worker(seat, job, stop):
         if not lead:
             return
         finish_save()
+        pinning.join()
         writing["error"] = None
-        def on_host(tensors):
-            return {k: v.detach().to("cpu", copy=True) for k, v in tensors.items()}
 
-        moments, masters = optimizer.state_dict(), on_host(drafter.state_dict())
-        moments["state"] = {i: on_host(s) for i, s in moments["state"].items()}
+        def on_host(tensors, name):
+            for k, v in tensors.items():
+                if (name, k) not in kept:
+                    kept[name, k] = torch.empty(v.shape, dtype=v.dtype, pin_memory=cuda)
+                kept[name, k].copy_(v.detach(), non_blocking=True)
+            return {k: kept[name, k] for k in tensors}
+
+        with timed("save"):
+            moments, masters = optimizer.state_dict(), on_host(drafter.state_dict(), "masters")
+            moments["state"] = {i: on_host(s, i) for i, s in moments["state"].items()}
+        copied = torch.cuda.current_stream().record_event() if cuda else None
         trainer = {"optimizer": moments, "step": step, "micro_batches": m, "total": total, "accumulation": A,
                    "drafters": D, "identity": job.identity, "versions": versions()}
 
         def write(step=step):
             try:
+                if cuda:
+                    copied.synchronize()
                 write_checkpoint(out, step, config, masters, trainer, cfg.keep)
-            except OSError as e:
-                writing["error"] = f"step {step}: {e}"
+            except Exception as e:  # torch and safetensors have errors of their own for a full disk
+                free = gib(shutil.disk_usage(out).free)
+                writing["error"] = f"step {step}, {free:.1f} GiB are free there: {first_line(e)}"
 
         writing["thread"] = threading.Thread(target=write)
         writing["thread"].start()
         tell("save", "", checkpoint=f"step-{step:08d}")
 
+    seat.waits()
     dist.barrier()  # targets may send from here on
     begin = mark_time = time.perf_counter()
     paused, context_tokens, at_log, last_eval = 0.0, 0, step, {}
     summed = torch.zeros_like(counters)  # counters of all drafters since the last log line
+    spoilt = []  # (micro-batch, bool [S]: its features that are not finite) since the last log line
     health = torch.zeros(3, device=device)  # steps skipped since the last line, in a row, gradient norm
     stop_flag, agreement, stopping = torch.zeros(1, dtype=torch.int32), None, False
     batch = fetch()
@@ -1954,6 +2008,7 @@ def drafter_worker(seat, job, stop):
             assert (batch["m"], batch["held_out"]) == (i, False), f"{seat.name} holds {batch['m']}, not {i}"
             if batch["blocks"]:
                 features_arrive()
+                spoilt.append((i, ~torch.isfinite(features.sum(-1, dtype=torch.float32))))
                 with timed("graph"):
                     rows, gradient, found = run_graph(batch["tensors"])
                     rows.backward(gradient)  # adds to the views of `flat`
@@ -1961,8 +2016,10 @@ def drafter_worker(seat, job, stop):
                     del rows, gradient
             context_tokens += batch["tokens_used"]
             batch = fetch()
+        seat.waits()
         with timed("reduction"):
             dist.all_reduce(flat, group=gradients)
+        seat.moves()
         # Sums over everyone, divided once, then clipped: both inside the optimizer's kernel, as is the skip.
         divisor = counters[1]
         norm = torch.linalg.vector_norm(flat[:size]) / divisor
@@ -1997,7 +2054,7 @@ def drafter_worker(seat, job, stop):
                        "rows_per_s": values["blocks"] * cfg.block / seconds, "ms": seconds / steps * 1e3,
                        "mfu": flops * A * steps / seconds / peak / 1e12 if peak else None,
                        **{f"{k}_ms": times[k] / steps for k in (
-                           "wait", "data", "capture", "graph", "reduction", "optimizer")},
+                           "wait", "data", "capture", "graph", "reduction", "optimizer", "save")},
                        "mem_gib": gib(memory), "eta_s": seconds / steps * (steps_total - step),
                        "skipped_steps": int(skips)}
             line = (f"step {step:{len(str(steps_total))}}/{steps_total}  loss {values['loss']:.4f}  "
@@ -2005,6 +2062,12 @@ def drafter_worker(seat, job, stop):
                     f"{values['tokens_per_s']:,.0f} tok/s  {values['ms']:.0f} ms (wait "
                     f"{values['wait_ms']:.0f})"
                     f"  {values['mem_gib']:.1f} GiB  eta {span(values['eta_s'])}")
+            for i, bad in spoilt if c[6] else ():
+                if places := bad.nonzero()[:, 0].tolist():
+                    x = micro_batch(job.documents, cfg, i)
+                    names = sorted({int(d) for d in np.repeat(x["documents"], x["lengths"])[places]})
+                    say(f"{seat.name}: features of micro-batch {i} are not finite, in documents {names}")
+            spoilt.clear()
             if skips or c[6]:
                 line += f"  NOT FINITE: {int(skips)} steps skipped, {int(c[6])} features blanked"
             if lead:
@@ -2249,16 +2312,19 @@ def worker(work, seat, args, stop, link):
     sys.stderr.flush()
     os._exit(0)  # no interpreter shutdown: communicators with dead peers would wait in their destructors
 
-def run_workers(works, stop, patient=True):
+def run_workers(works, stop, patient=True, stall=math.inf):
     """Spawn [(function, seat, args)], wait, end them all -> (exit code, reason, [result of each or None]).
 
     The first failure decides. Targets are not waited for: they hold nothing once every drafter is done.
-    patient: a first signal is the workers' to obey; else it ends them.
+    patient: a first signal is the workers' to obey; else it ends them. stall: seconds without progress after
+    which the process that stopped first has failed; the others only wait for it.
     """
     context = torch.multiprocessing.get_context("spawn")
     children, results = [], [None] * len(works)
     environment, cores = dict(os.environ), len(os.sched_getaffinity(0))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    works = [(work, dataclasses.replace(seat, alive=context.RawValue("d")), args)
+             for work, seat, args in works]
     for work, seat, args in works:
         if seat.device == "cuda":  # each sees one GPU: all are cuda:0 and share one compile-cache entry
             os.environ["CUDA_VISIBLE_DEVICES"] = visible[seat.gpu].strip() if visible[0] else str(seat.gpu)
@@ -2279,7 +2345,11 @@ def run_workers(works, stop, patient=True):
             if stop.value >= 2 or (stop.value and not patient):
                 return 128 + max(stop.value, signal.SIGINT), "stopped at once, on a signal", results
             if not waiting or time.monotonic() > deadline:
-                return *min(failures, key=lambda f: f[0])[1:], results
+                _, code, reason = min(failures, key=lambda f: f[0])
+                for child, _ in waiting.values():  # whoever is stopped is what the others waited for
+                    if Path(f"/proc/{child.pid}/stat").read_text().rpartition(") ")[2][0] == "T":
+                        reason = f"{child.name}, process {child.pid}, is stopped (SIGSTOP); {reason}"
+                return code, reason, results
             wait_for_any([x for child, link in waiting.values() for x in (link, child.sentinel)], timeout=0.5)
             for i, (child, link) in list(waiting.items()):
                 message, dead = None, not child.is_alive()  # asked first: a report may come just before
@@ -2300,8 +2370,14 @@ def run_workers(works, stop, patient=True):
                     failures.append((0, FAILED, f"{child.name} {died}"))
                 if message or dead:
                     del waiting[i]
-                if failures:
-                    deadline = min(deadline, time.monotonic() + 2 * min(f[0] for f in failures))
+            shown = {i: works[i][1].alive.value for i in waiting if works[i][1].alive.value}
+            if shown and time.monotonic() - min(shown.values()) > stall and not failures:
+                child = children[min(shown, key=shown.get)][0]
+                failures.append((0, FAILED, f"{child.name}, process {child.pid}, made no progress for "
+                                 f"{stall} s, which is --stall-timeout"))
+                deadline = 0
+            if failures:
+                deadline = min(deadline, time.monotonic() + 2 * min(f[0] for f in failures))
         return DONE, "", results
     finally:
         for child, _ in children:
@@ -2585,7 +2661,8 @@ def train(cfg, given, argv, stop):
             job = Job(cfg, config, documents, out, f"{folder}/meeting", str(checkpoint or ""), now, step, m,
                       total, min(len(documents.held_out[1]) - 1, EVAL_BATCHES))
             code, reason, results = run_workers(
-                [(target_worker if s.role == "target" else drafter_worker, s, (job,)) for s in seats], stop)
+                [(target_worker if s.role == "target" else drafter_worker, s, (job,)) for s in seats], stop,
+                stall=cfg.stall_timeout)
         if code:
             return code, reason
         if results[-1]["stopped"]:

@@ -66,7 +66,9 @@ def test_killed_and_resumed_is_bit_equal(tiny, tmp_path, straight):
     for _ in range(2):
         process = start(tiny, out, *flags)
         wanted, seen = random.choice([1, 2, 3]), len(metrics(out, "train"))
-        until(lambda p=process, n=seen + wanted: len(metrics(out, "train")) >= n or p.poll() is not None)
+        latest = out / "checkpoints" / "latest"
+        until(lambda p=process, n=seen + wanted: len(metrics(out, "train")) >= n and latest.exists()
+              or p.poll() is not None)
         process.kill()
         finish(process)
     stdout, _ = run(tiny, out, *flags)
