@@ -1831,7 +1831,7 @@ def drafter_worker(seat, job, stop):
     writing, kept = {"thread": None, "error": None}, {}  # kept: pinned host copies of weights and moments
 
     def keep_room():
-        """Pinning takes seconds for each 10 GiB: done while the graph compiles, so that no save waits for it."""
+        """Pinning takes seconds for each 10 GiB: done while the graph compiles, no save waits for it."""
         for i, (name, p) in enumerate(drafter.named_parameters()):
             for key in (("masters", name), (i, "exp_avg"), (i, "exp_avg_sq")):
                 kept[key] = torch.empty(p.shape, pin_memory=cuda)
