@@ -19,8 +19,7 @@ and every draft layer attends to features tapped from a few layers of the target
 Run the second line again and it goes on from its newest complete checkpoint.
 
 Letters: S context tokens of a micro-batch, N anchors, B block (slots), Q = N*B draft rows, D hidden width, L
-draft layers, K taps, V vocabulary, H/G query/kv heads, h head size. A comment after a reshape gives the
-shape.
+draft layers, K taps, V vocabulary, H/G query/kv heads, h head size. Comments after a reshape give the shape.
 """
 from __future__ import annotations
 
@@ -134,20 +133,18 @@ def help_text():
 
 def parse(argv):
     """argv (list of str) -> (Config, set of the names given). UserError on unknown flags and wrong types."""
-    class Parser(argparse.ArgumentParser):
-        def error(self, message):
-            raise UserError(message)
-
-    parser = Parser(add_help=False, allow_abbrev=False)
-    kinds = {"int": int, "float": float, "str": str}
-    for f in dataclasses.fields(Config):
-        option = {"action": "store_true"} if f.type == "bool" else (
-            {"nargs": "+"} if f.type.startswith("tuple") else {"type": kinds[f.type]})
-        parser.add_argument("--" + f.name.replace("_", "-"), default=argparse.SUPPRESS, **option)
-    given, unknown = parser.parse_known_args(argv)
+    defaults = {"--" + f.name.replace("_", "-"): f.default for f in dataclasses.fields(Config)}
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name, default in defaults.items():
+        option = {"action": "store_true"} if isinstance(default, bool) else (
+            {"nargs": "+"} if isinstance(default, tuple) else {"type": type(default)})
+        parser.add_argument(name, default=argparse.SUPPRESS, **option)
+    try:
+        given, unknown = parser.parse_known_args(argv)
+    except argparse.ArgumentError as e:
+        raise UserError(str(e)) from None
     if unknown:
-        names = ["--" + f.name.replace("_", "-") for f in dataclasses.fields(Config)]
-        near = difflib.get_close_matches(unknown[0].split("=")[0], names, 1, 0.5)
+        near = difflib.get_close_matches(unknown[0].split("=")[0], defaults, 1, 0.5)
         hint = f"did you mean {near[0]}?" if near else "see --help"
         raise UserError(f"unknown argument {unknown[0]}, {hint}")
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(given).items()}
@@ -166,14 +163,14 @@ def check(cfg):
             raise UserError(message)
 
     at_least_0 = ("heads kv_heads head_dim ffn sliding_window full_layers max_steps workers gamma seed "
-                  "temperature")
+                  "temperature").split()
     above_0 = ("block layers tokens anchors max_length accumulation clip lr eval_every save_every log_every "
-               "keep stall_timeout num_prompts new_tokens")
-    for name in (at_least_0 + " " + above_0).split():
-        value = getattr(cfg, name)
-        may_be_0 = name in at_least_0.split()
-        need(value > 0 or (may_be_0 and value == 0),
-             f"--{name.replace('_', '-')} {value}: must be {'0 or more' if may_be_0 else 'above 0'}")
+               "keep stall_timeout num_prompts new_tokens").split()
+    for name, value in dataclasses.asdict(cfg).items():
+        shown = f"--{name.replace('_', '-')} {value}"
+        need(name not in at_least_0 or value >= 0, f"{shown}: must be 0 or more")
+        need(name not in above_0 or value > 0, f"{shown}: must be above 0")
+        need(name not in ("eval_fraction", "warmup") or 0 <= value < 1, f"{shown}: from 0 to below 1")
     need(cfg.device in ("auto", "cuda", "cpu"), f"--device {cfg.device}: auto, cuda or cpu")
     need(cfg.loss in ("dflash", "dpace"), f"--loss {cfg.loss}: dflash or dpace")
     need(cfg.resume in ("auto", "never"), f"--resume {cfg.resume}: auto or never")
@@ -188,8 +185,6 @@ def check(cfg):
     need(not cfg.sliding_window or cfg.sliding_window >= cfg.block,
          f"--sliding-window {cfg.sliding_window} is smaller than --block {cfg.block}")
     need(cfg.full_layers <= cfg.layers, f"--full-layers {cfg.full_layers}: there are {cfg.layers} layers")
-    need(0 <= cfg.eval_fraction < 1, f"--eval-fraction {cfg.eval_fraction}: from 0 to below 1")
-    need(0 <= cfg.warmup < 1, f"--warmup {cfg.warmup}: from 0 to below 1")
     need(cfg.epochs > 0 or cfg.max_steps, f"--epochs {cfg.epochs}: must be above 0")
     disabled = [f"{k}={v}" for k in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
                 if (v := os.environ.get(k, "0")) not in ("", "0")]
@@ -207,13 +202,14 @@ def default_gamma(block):
 def say(text):
     print(text, flush=True)
 
-def atomic_write(path, text):
-    """Replace the file as a whole: a reader meets the old text or the new one, also after a power cut."""
+def atomic_write(path, text, sync=True):
+    """Replace the file as a whole: a reader meets the old text or the new; sync: also after a power cut."""
     beside = Path(f"{path}.{os.getpid()}.new")
     with open(beside, "w") as f:
         f.write(text)
         f.flush()
-        os.fsync(f.fileno())
+        if sync:
+            os.fsync(f.fileno())
     os.replace(beside, path)
 
 def fsync(path):
@@ -232,11 +228,9 @@ def write_metric(out, kind, **values):
 def heartbeat(out, phase, step=0, micro_batches=0):
     """Called where the main thread of the process at work advances; a ticker thread would hide a hang."""
     path = os.environ.get("SUPERVISE_HEARTBEAT") or Path(out) / "heartbeat.json"
-    beside = f"{path}.{os.getpid()}.new"
-    with open(beside, "w") as f:  # no fsync: a torn heartbeat after a power cut costs nothing
-        json.dump({"step": step, "micro_batches": micro_batches, "phase": phase, "time": time.time(),
-                   "pid": os.getpid()}, f)
-    os.replace(beside, path)
+    beat = {"step": step, "micro_batches": micro_batches, "phase": phase, "time": time.time(),
+            "pid": os.getpid()}
+    atomic_write(path, json.dumps(beat), sync=False)
 
 def span(seconds):
     seconds = int(seconds)
@@ -274,15 +268,14 @@ def clean_messages(messages):
     for turn in messages:
         if not isinstance(turn, dict):
             raise ValueError("a turn is not an object")
-        turn = {k: v for k, v in turn.items() if v is not None}
+        turn = {"content": "", **{k: v for k, v in turn.items() if v is not None}}
         if turn.get("role") not in ROLES:
             raise ValueError(f"role {str(turn.get('role'))[:20]!r}")
-        content = turn.get("content", "")
-        if not isinstance(content, str):
-            if not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+        if not isinstance(turn["content"], str):
+            parts = turn["content"]
+            if not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
                 raise ValueError("content that is not text")
-            content = "".join(p["text"] for p in content)
-        turn["content"] = content
+            turn["content"] = "".join(p["text"] for p in parts)
         for call in turn.get("tool_calls") or ():
             function = call.get("function", call)
             if isinstance(function.get("arguments"), str):
@@ -326,24 +319,22 @@ def reply_spans(turns, tools, render, end_tokens, finished):
 def tokenise(text, spans, tokenizer):
     """Rendered text and reply spans (characters) -> ids, supervised (lists). A token counts as reply when it
     lies wholly inside a span: one that straddles the border was never the model's to choose."""
+    how = {"add_special_tokens": False, "verbose": False}
     if tokenizer.is_fast:
-        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids, offsets = found["input_ids"], found["offset_mapping"]
+        found = tokenizer(text, return_offsets_mapping=True, **how)
         supervised, before = [], 0
-        for x, y in offsets:
+        for x, y in found["offset_mapping"]:
             x = x if x < y else before  # trim_offsets (GPT-2's heirs): a token of spaces says it is empty
             supervised.append(any(b <= x and y <= e and x < y for b, e in spans))
             before = y
-        return ids, supervised
-    ids, supervised, at = [], [], 0  # no offsets: tokenise piece by piece, and insist that the whole agrees
-    for b, e in [*sorted(spans), (len(text), len(text))]:
-        for piece, inside in ((text[at:b], False), (text[b:e], True)):
-            new = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"] if piece else []
-            ids, supervised = ids + new, supervised + [inside] * len(new)
-        at = e
-    if ids != tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]:
+        return found["input_ids"], supervised
+    # No offsets: tokenise what lies outside and inside of spans by turns, and insist that the whole agrees.
+    borders = [0, *itertools.chain(*sorted(spans)), len(text)]
+    pieces = [tokenizer(text[a:b], **how)["input_ids"] for a, b in itertools.pairwise(borders)]
+    ids = list(itertools.chain(*pieces))
+    if ids != tokenizer(text, **how)["input_ids"]:
         raise ValueError("tokens straddle the border of a reply")
-    return ids, supervised
+    return ids, [i % 2 == 1 for i, piece in enumerate(pieces) for _ in piece]
 
 def read_row(row, render, tokenizer, vocab, end_tokens):
     """One raw row -> (key, [(ids, supervised), ...]); key names first prompt and reply for the held-out
@@ -372,12 +363,11 @@ def tokenise_rows(batch, tokenizer, vocab, max_length, eval_fraction):
         return tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, add_generation_prompt=prompt)
 
     end_tokens = sorted({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}, key=len, reverse=True)
-    columns = {k: [] for k in ("input_ids", "loss_mask", "length", "supervised", "cut", "held_out", "note")}
-    size = len(next(iter(batch.values())))
-    for i in range(size):
-        key, made, note = "", [], ""
+    out = []
+    for values in zip(*batch.values()):
+        key, made, problem = "", [], ""
         try:
-            row = {k: v[i] for k, v in batch.items()}
+            row = dict(zip(batch, values))
             if "jsonl" in row:
                 if not row["jsonl"].strip():
                     raise ValueError("empty line")
@@ -388,22 +378,20 @@ def tokenise_rows(batch, tokenizer, vocab, max_length, eval_fraction):
                 row = without_none(row)
             key, made = read_row(row, render, tokenizer, vocab, end_tokens)
         except json.JSONDecodeError:
-            note = "not JSON"
+            problem = "not JSON"
         except Exception as e:  # templates raise what they like; one bad row is counted, named and skipped
-            note = first_line(e)[:60]
+            problem = first_line(e)[:60]
         held_out = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") < eval_fraction * 2**64
         for ids, supervised in made or [([], [])]:
-            cut = len(ids) > max_length
+            cut, note = len(ids) > max_length, problem
             ids, supervised = ids[:max_length], supervised[:max_length]
-            learnable = any(a and b for a, b in itertools.pairwise(supervised))  # an anchor and a label
-            if not note and not learnable:
+            if not note and not any(a and b for a, b in itertools.pairwise(supervised)):  # anchor and label
                 note = "nothing to learn after the cut" if cut else "nothing to learn"
             if note:
                 ids, supervised, cut = [], [], False
-            for k, v in zip(columns, (ids, supervised, len(ids), sum(supervised), cut, held_out, note)):
-                columns[k].append(v)
-            note = ""
-    return columns
+            out.append((ids, supervised, len(ids), sum(supervised), cut, held_out, note))
+    names = ("input_ids", "loss_mask", "length", "supervised", "cut", "held_out", "note")
+    return dict(zip(names, map(list, zip(*out))))
 
 def load_rows(sources):
     """Files or hub ids -> a datasets.Dataset of raw rows each. JSONL is read as text lines, so that one
@@ -413,37 +401,34 @@ def load_rows(sources):
     parts = []
     for source in sources:
         kind = re.sub(r"\.gz$", "", source).rsplit(".", 1)[-1]
-        path, digest = Path(source), None
+        is_file, parquet = kind in ("jsonl", "json", "parquet"), kind == "parquet"
+        if os.path.exists(source) and not is_file:
+            raise UserError(f"--data {source}: neither .jsonl, .json nor .parquet (.gz may follow)")
+        if is_file and not os.path.isfile(source):
+            raise UserError(f"--data {source}: no such file")
+        if is_file and not os.path.getsize(source):
+            raise UserError(f"--data {source}: the file is empty")
         try:
-            if kind in ("jsonl", "json", "parquet"):
-                if not path.is_file():
-                    raise UserError(f"--data {source}: no such file")
-                with open(path, "rb") as f:
-                    if not f.read(1):
-                        raise UserError(f"--data {source}: the file is empty")
-                    f.seek(0)  # datasets goes by the date of a file; what counts is its content
+            if is_file:
+                with open(source, "rb") as f:  # datasets goes by a file's date; what counts is its content
                     digest = hashlib.file_digest(f, "sha256").hexdigest()[:32]
-                place = {"data_files": source, "split": "train",
-                         "cache_dir": Path(datasets.config.HF_DATASETS_CACHE) / "by-content" / digest}
-                if kind == "parquet":
-                    part = datasets.load_dataset("parquet", **place)
-                else:  # a byte that is not UTF-8 becomes \xNN, which is no JSON: that line alone is refused
-                    part = datasets.load_dataset("text", **place, encoding_errors="backslashreplace")
-                    part = part.rename_column("text", "jsonl")
-            elif path.exists():
-                raise UserError(f"--data {source}: neither .jsonl, .json nor .parquet (.gz may follow)")
+                # a byte that is not UTF-8 becomes \xNN, which is no JSON: that line alone is refused
+                part = datasets.load_dataset(
+                    "parquet" if parquet else "text", data_files=source, split="train",
+                    cache_dir=Path(datasets.config.HF_DATASETS_CACHE) / "by-content" / digest,
+                    **({} if parquet else {"encoding_errors": "backslashreplace"}))
             else:
                 part = datasets.load_dataset(source, split="train")
-        except UserError:
-            raise
         except Exception as e:  # datasets raises a dozen types for what is, to the user, one thing
             raise UserError(f"--data {source}: cannot be read ({type(e).__name__}: {first_line(e)})") from e
+        if is_file and not parquet:
+            part = part.rename_column("text", "jsonl")
         have = part.column_names
         if not {"jsonl", "messages", "input_ids"} & set(have):
             raise UserError(f"--data {source}: no column messages or input_ids, but {', '.join(have)}")
         known = ("jsonl", "messages", "tools", "finished", "input_ids", "loss_mask")
         parts.append(part.select_columns([c for c in known if c in have]))
-        if digest:
+        if is_file:
             parts[-1]._fingerprint = digest
     return parts
 
@@ -462,34 +447,32 @@ def prepare(cfg, tokenizer, vocab):
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    parts, total = [], 0
-    rules = [inspect.getsource(f) for f in (
+    limits = {"vocab": vocab, "max_length": cfg.max_length, "eval_fraction": cfg.eval_fraction}
+    # All that decides a row's tokens is in the key, so that a stale cache cannot be met.
+    code = [inspect.getsource(f) for f in (
         without_none, clean_messages, reply_spans, tokenise, read_row, tokenise_rows)]
     whole = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab()
-    for raw in load_rows(cfg.data):
-        total += len(raw)
-        # All that decides a row's tokens is in the key, so that a stale cache cannot be met.
-        key = json.dumps([raw._fingerprint, rules, tokenizer.chat_template, whole, vocab, cfg.max_length,
-                          cfg.eval_fraction], sort_keys=True)
-        int32, boolean = datasets.Value("int32"), datasets.Value("bool")
-        kinds = datasets.Features({
-            "input_ids": datasets.List(int32), "loss_mask": datasets.List(boolean), "length": int32,
-            "supervised": int32, "cut": boolean, "held_out": boolean, "note": datasets.Value("string")})
+    rules = [code, tokenizer.chat_template, whole, limits]
+    int32, boolean = datasets.Value("int32"), datasets.Value("bool")
+    kinds = datasets.Features({
+        "input_ids": datasets.List(int32), "loss_mask": datasets.List(boolean), "length": int32,
+        "supervised": int32, "cut": boolean, "held_out": boolean, "note": datasets.Value("string")})
+    raws, parts = load_rows(cfg.data), []
+    for raw in raws:
+        key = json.dumps([raw._fingerprint, rules], sort_keys=True)
         processes = min(cfg.workers or len(os.sched_getaffinity(0)), max(1, len(raw) // 1000))
         parts.append(raw.map(
-            tokenise_rows, batched=True, batch_size=200, num_proc=processes if processes > 1 else None,
-            remove_columns=raw.column_names, features=kinds, desc="tokenising",
-            new_fingerprint=hashlib.sha256(key.encode()).hexdigest()[:32],
-            fn_kwargs={"tokenizer": tokenizer, "vocab": vocab, "max_length": cfg.max_length,
-                       "eval_fraction": cfg.eval_fraction}))
+            tokenise_rows, fn_kwargs={"tokenizer": tokenizer, **limits}, batched=True, batch_size=200,
+            num_proc=processes if processes > 1 else None, remove_columns=raw.column_names, features=kinds,
+            desc="tokenising", new_fingerprint=hashlib.sha256(key.encode()).hexdigest()[:32]))
     rows = datasets.concatenate_datasets(parts)
     column = {k: rows.data.column(k).to_numpy() for k in ("length", "supervised", "cut", "held_out", "note")}
     good, held = column["length"] > 0, column["held_out"]
     notes = Counter(column["note"][~good]) if len(rows) else Counter()
     tokens, learnt = int(column["length"].sum()), int(column["supervised"].sum())
-    report = (f"data: {total:,} rows read, {good.sum():,} documents kept ({(good & held).sum():,} held out), "
-              f"{column['cut'].sum():,} cut at {cfg.max_length}, {sum(notes.values()):,} dropped"
-              + "".join(f"; {n:,} x {note}" for note, n in notes.most_common(12))
+    report = (f"data: {sum(map(len, raws)):,} rows read, {good.sum():,} documents kept "
+              f"({(good & held).sum():,} held out), {column['cut'].sum():,} cut at {cfg.max_length}, "
+              f"{notes.total():,} dropped" + "".join(f"; {n:,} x {note}" for note, n in notes.most_common(12))
               + f"; {tokens:,} tokens, {learnt / max(tokens, 1):.1%} supervised")
     if not (good & ~held).any():
         raise UserError(f"nothing left to train on. {report}")
