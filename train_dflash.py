@@ -239,6 +239,14 @@ def span(seconds):
 def first_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
+@contextmanager
+def refused(what, kinds=Exception):
+    """Errors of these kinds inside are, to the user, one thing: a UserError of `what` and their first line."""
+    try:
+        yield
+    except kinds as e:
+        raise UserError(f"{what} ({first_line(e)})") from e
+
 def gib(count):
     return count / 2**30
 
@@ -288,8 +296,7 @@ def reply_spans(turns, tools, render, end_tokens, finished):
 
     The span of a reply runs from the end of its generation prompt to the end of its end token. What the
     template itself puts first (an empty thinking block) is no reply. A template that rewrites history (drops
-    thinking from earlier turns, say) gives an earlier reply a text of its own, rendered as the model met it.
-    """
+    earlier thinking, say) gives an earlier reply a text of its own, rendered as the model met it."""
     replies = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i]  # no prompt, no reply
     rows = []
     for i in reversed(replies):
@@ -484,9 +491,8 @@ def prepare(cfg, tokenizer, vocab):
 # ------------------------------------------------------------------------------------------ micro-batches
 
 def pack(lengths, documents, capacity, seed):
-    """Best-fit decreasing over windows of shuffled documents -> (order, bounds): micro-batch j holds
-    documents order[bounds[j]:bounds[j + 1]], longest first, at most `capacity` tokens. Each document
-    stands exactly once."""
+    """Best-fit decreasing over windows of shuffled documents, each once -> (order, bounds): micro-batch j
+    holds documents order[bounds[j]:bounds[j + 1]], longest first, at most `capacity` tokens."""
     shuffled = rng(seed, PACK).permutation(documents)
     bins = []
     for at in range(0, len(shuffled), 16384):  # a window keeps the search short and the memory flat
@@ -509,13 +515,11 @@ def pack(lengths, documents, capacity, seed):
     return np.array([d for b in bins for d in b], dtype=np.int64), bounds
 
 def micro_batch(documents, cfg, m, held_out=False):
-    """What micro-batch m holds: a pure function of (data, config, seed, m), computed on the host by whoever
-    needs it.
+    """What micro-batch m holds: a pure function of (data, config, seed, m), made on every host that needs it.
 
     Returns numpy arrays: lengths [rows], ids [S], positions [S] (within the document), and for the N blocks
     start [N], anchor [N] (indices into the row of S), tokens [N, B] (slot 0 the anchor, then the labels),
-    valid [N, B] (the label counts); blocks = how many are real, tokens_used = real context tokens.
-    """
+    valid [N, B] (the label counts); blocks = how many are real, tokens_used = real context tokens."""
     S = cfg.tokens
     order, bounds = documents.held_out if held_out else documents.train
     if held_out:
@@ -538,14 +542,12 @@ def micro_batch(documents, cfg, m, held_out=False):
             "tokens_used": used, "documents": order[bounds[j]: bounds[j + 1]], **batch}
 
 def blocks_of(ids, supervised, begin, end, N, B, draw):
-    """Draw the anchors and cut their blocks. ids, supervised, begin, end: [S], the latter bounding each
-    token's document.
+    """Draw the anchors and cut their blocks. ids, supervised: [S]; begin, end: [S], of each token's document.
 
     Token t is eligible when t and t+1 lie in one document and both are supervised: t is then an anchor that
     decoding reaches, and slot 1 has a label. Drawn without replacement, uniformly over the micro-batch,
     sorted (dense tiles). A label counts until the first slot beyond the document or unsupervised: decoding
-    ended there.
-    """
+    ended there."""
     eligible = np.flatnonzero(supervised[:-1] & supervised[1:] & (end[:-1] == end[1:]))
     real = min(N, len(eligible))
     anchor = np.sort(draw.choice(eligible, real, replace=False)) if real else eligible
@@ -563,9 +565,7 @@ def blocks_of(ids, supervised, begin, end, N, B, draw):
 
 def schedule(step, m, total, group, eval_every, n_eval):
     """The run as one list that every process walks by itself: ("train", m) for the micro-batches of each
-    optimizer step, then ("eval", j) where an evaluation is due. `total` micro-batches; the last step may be
-    short.
-    """
+    optimizer step (the last may have fewer of the `total`), then ("eval", j) where an evaluation is due."""
     while m < total:
         yield from (("train", i) for i in range(m, min(m + group, total)))
         m, step = m + group, step + 1
@@ -573,8 +573,7 @@ def schedule(step, m, total, group, eval_every, n_eval):
             yield from (("eval", j) for j in range(n_eval))
 
 def learning_rate(cfg, m, total):
-    """Warm-up over the first share of the run, then cosine to 0. A function of micro-batches done, so that
-    it does not depend on how many GPUs there are now."""
+    """Warm-up over the first share of the run, then cosine to 0: of micro-batches done, whatever the GPUs."""
     done, warm = m / total, cfg.warmup
     return cfg.lr * ((done + 1 / total) / (warm + 1 / total) if done < warm
                      else 0.5 * (1 + math.cos(math.pi * (done - warm) / (1 - warm))))
@@ -585,27 +584,21 @@ def load_config(target):
     """The target's text config, and the whole one. UserError when there is no such model."""
     from transformers import AutoConfig
 
-    try:
+    with refused(f"--target {target}: no model there"):  # OSError, ValueError, the hub's own errors
         whole = AutoConfig.from_pretrained(target)
-    except Exception as e:  # OSError, ValueError, hub errors: to the user all say that this is no model
-        raise UserError(f"--target {target}: no model there ({first_line(e)})") from e
     return whole.get_text_config(), whole
 
 def load_tokenizer(target):
     from transformers import AutoTokenizer
 
-    try:
+    with refused(f"--target {target}: its tokenizer does not load"):
         return AutoTokenizer.from_pretrained(target)
-    except Exception as e:  # as above
-        raise UserError(f"--target {target}: its tokenizer does not load ({first_line(e)})") from e
 
 def load_target(target, dtype, layers=None):
     """The frozen causal LM on the CPU, with its first `layers` decoder layers only (None: all).
 
     transformers does the reading, with every renaming and tying it knows; layers that the shortened config
-    does not name are never read from disk, which is also how a drafter gets embedding and head alone
-    (layers=0).
-    """
+    does not name are never read from disk: with layers=0 a drafter gets embedding and head alone."""
     from transformers import AutoModelForCausalLM
     from transformers import logging as transformers_logging
 
@@ -618,11 +611,9 @@ def load_target(target, dtype, layers=None):
                 config.num_hidden_layers = layers
             if getattr(config, "layer_types", None):
                 config.layer_types = config.layer_types[:layers]
-    try:
+    with refused(f"--target {target}: does not load", (OSError, ValueError)):
         model, info = AutoModelForCausalLM.from_pretrained(
             target, config=whole, dtype=dtype, output_loading_info=True)
-    except (OSError, ValueError) as e:
-        raise UserError(f"--target {target}: does not load ({first_line(e)})") from e
     if missing := sorted(info["missing_keys"]):
         raise UserError(f"--target {target}: the checkpoint lacks {len(missing)} tensors, {missing[0]} first")
     return model.eval().requires_grad_(False)
@@ -637,8 +628,7 @@ def decoder_layers(model):
     return lists[0]
 
 def frozen_ends(model):
-    """What a drafter takes from its target: embedding and head weights [V, D], and the scalars around
-    them."""
+    """What a drafter takes from its target: embedding and head weights [V, D], the scalars around them."""
     embedding, text = model.get_input_embeddings(), model.config.get_text_config()
     return {"embed": embedding.weight.detach(), "head": model.get_output_embeddings().weight.detach(),
             "embed_scale": float(getattr(embedding, "embed_scale", 1.0)),
@@ -646,8 +636,7 @@ def frozen_ends(model):
 
 def default_taps(n_layers, count):
     """The published rule (z-lab/dflash model.py): from the 2nd to the third-to-last layer, evenly. On a
-    target too shallow for distinct layers that way: all its layers but the last, evenly, and at most one
-    tap a layer."""
+    target too shallow for that: all its layers but the last, evenly, at most one tap each."""
     taps = ([n_layers // 2] if count == 1 else
             [round(1 + i * (n_layers - 4) / (count - 1)) for i in range(count)])
     if len(set(taps)) == len(taps) and min(taps) >= 0 and n_layers >= 4:
@@ -690,8 +679,7 @@ def drafter_config(cfg, text, taps, mask_token_id):
     """The drafter's config.json: all that a serving engine reads, and all that Drafter is built from.
 
     The geometry follows the target; mixture-of-experts and head-256 targets get the published 32/8 heads of
-    128 and an FFN of 3 D. The drafter itself always rotates plainly over the whole head.
-    """
+    128 and an FFN of 3 D. The drafter itself always rotates plainly over the whole head."""
     D, H = text.hidden_size, getattr(text, "num_attention_heads", 32)
     experts = any(getattr(text, k, None) for k in ("num_experts", "num_local_experts", "n_routed_experts"))
     h = getattr(text, "head_dim", None) or D // H
@@ -737,9 +725,8 @@ def find_rope_theta(text):
     return float(theta or 1e6)
 
 def rectangles(lengths, limit, launch=2048):
-    """Rows (longest first) -> [(first, last, width)]: rectangles of at most `limit` tokens. One more of
-    them costs its launches, about as much as `launch` tokens of padding, so that it is begun when that
-    much has gathered."""
+    """Rows (longest first) -> [(first, last, width)]: rectangles of at most `limit` tokens. Another one costs
+    its launches, about as much as `launch` tokens of padding: it is begun when that much has gathered."""
     out, first = [], 0
     while first < len(lengths):
         width, last, padding = -(-int(lengths[first]) // 64) * 64, first, 0
@@ -758,8 +745,7 @@ def tap(layers, taps):
         for t in set(taps)]
 
 def listed(tiles):
-    """Tiles [rows, columns] bool -> how many hold something a row, and their columns first, as BlockMask
-    wants them."""
+    """Tiles [rows, columns] bool -> how many a row hold something, their columns first, for a BlockMask."""
     count = tiles.sum(1, dtype=torch.int32)
     order = torch.argsort(tiles.to(torch.int32), dim=1, descending=True, stable=True).to(torch.int32)
     return count[None, None], order[None, None].contiguous()
@@ -779,8 +765,7 @@ def packed_reading(base, layers, cfg, text):
     each decoder layer compiled for that one shape -> a function (begin [S] on the device) -> attention mask.
 
     The masks' tensors are rewritten in place: layers compiled once stay compiled. transformers gives them to
-    flex_attention as they are. UserError for a target that has other layers.
-    """
+    flex_attention as they are. UserError for a target that has other layers."""
     kinds = set(getattr(text, "layer_types", None) or ()) or {"full_attention"}
     if kinds - {"full_attention", "sliding_attention"}:
         raise UserError(f"it has {min(kinds - {'full_attention', 'sliding_attention'})} layers")
@@ -822,8 +807,7 @@ def capture(model, layers, taps, batch, features, mask_of=None):
 
     Tap t is the residual stream after decoder layer t, with no final norm. With mask_of (packed_reading())
     all documents are one row; without, each is a row of its own, padded on the right, so that causal
-    attention needs no mask and recurrent layers leak nothing across documents.
-    """
+    attention needs no mask and recurrent layers leak nothing across documents."""
     device, D, lengths = features.device, features.shape[1] // len(taps), batch["lengths"]
     order, starts = np.argsort(-lengths, kind="stable"), np.cumsum(lengths) - lengths
     caught, hooks = tap(layers, taps)
@@ -853,8 +837,7 @@ def capture(model, layers, taps, batch, features, mask_of=None):
 # ------------------------------------------------------------------------------------------------ drafter
 
 class Linear(nn.Linear):
-    """No bias; an fp32 master, cast to its input's dtype in the graph (autocast there misses the compile
-    cache)."""
+    """No bias; an fp32 master, cast to its input's dtype in the graph: autocast misses the compile cache."""
 
     def __init__(self, inputs, outputs):
         super().__init__(inputs, outputs, bias=False)
@@ -953,8 +936,7 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleList(Layer(D, H, G, h, config["intermediate_size"], eps) for _ in self.kinds)
 
     def initialise(self, seed):
-        """Normal(0, 0.02) as Qwen3's, the two matrices that write to the residual stream smaller with
-        depth."""
+        """Normal(0, 0.02) as Qwen3's, smaller with depth where a matrix writes to the residual stream."""
         draw = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, p in self.named_parameters():
@@ -978,8 +960,7 @@ class Drafter(nn.Module):
         context as above, attends: one function a layer -> [N, B-1, D].
 
         The first layer's matrices meet the mask's row once and not N*(B-1) times; the last layer's never
-        meet slot 0, which drafts nothing.
-        """
+        meet slot 0, which drafts nothing."""
         N, B = anchor.shape[0], self.block
 
         def spread(y):  # [N+1, ...] -> [N*B, ...]
@@ -1002,9 +983,7 @@ def visible(q, kv, start, anchor, S, B, window, causal):
 
     Keys 0..S-1 are context, S..S+Q-1 the draft rows. A block sees its document's context strictly before its
     anchor (at the anchor the feature does not exist yet when serving), in a sliding layer only what is less
-    than `window` behind the row's own position, and its own block: all of it, or in a causal layer up to
-    itself.
-    """
+    than `window` behind the row's own position, and its own block: all, or in a causal layer up to itself."""
     n, k = q // B, q % B
     a = anchor[n]
     context = (kv >= start[n]) & (kv < a)
@@ -1016,12 +995,10 @@ def visible(q, kv, start, anchor, S, B, window, causal):
     return torch.where(kv < S, context, own)
 
 def mask_tiles(start, anchor, S, B, window):
-    """Which 128 x 128 tiles of the mask hold anything, and which are full, by arithmetic on the sorted
-    anchors.
+    """Which 128 x 128 tiles of the mask hold anything, which are full: arithmetic on the sorted anchors.
 
     start, anchor: [N] -> partial, full: bool [Q/128, (S+Q)/128], disjoint. Partial may be too generous (the
-    predicate is evaluated there), full never is. The largest tensor is [Q/128, blocks of a tile, S/128].
-    """
+    predicate is evaluated there), full never is. The largest tensor is [Q/128, blocks of a tile, S/128]."""
     N, device = anchor.shape[0], anchor.device
     tiles = N * B // TILE
     row = torch.arange(tiles, device=device) * TILE
@@ -1039,8 +1016,7 @@ def mask_tiles(start, anchor, S, B, window):
     return torch.cat([some & ~full, own], 1), torch.cat([full, torch.zeros_like(own)], 1)
 
 def block_mask(start, anchor, S, B, window, causal):
-    """The BlockMask of the predicate, built inside the compiled graph: every input that varies is a
-    tensor."""
+    """The BlockMask of the predicate, built inside the compiled graph: all that varies is a tensor."""
     partial, full = mask_tiles(start, anchor, S, B, window)
     Q = anchor.shape[0] * B
     return BlockMask.from_kv_blocks(
@@ -1056,8 +1032,7 @@ def flex_attend(mask):
     return attend
 
 def dense_attend(mask):
-    """Attention with a dense bool mask [Q, T] (None: all visible): small shapes on a CPU, one block when
-    decoding."""
+    """Attention with a dense bool mask [Q, T] (None: all visible): on a CPU, and of one block in decoding."""
     def attend(q, k, v):
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
@@ -1080,13 +1055,10 @@ def attentions(drafter, start, anchor, S):
 # Experiments with the objective belong here.
 
 def slot_weights(ce, valid, loss, gamma):
-    """Weights [n, B-1] of the slots' cross-entropies ce [n, B-1] (float32); valid [n, B-1] bool, a prefix a
-    row.
+    """Weights [n, B-1] of the cross-entropies ce [n, B-1] (float32); valid [n, B-1] bool, a prefix a row.
 
     dflash: exp(-(k-1)/gamma) for slot k (arXiv 2602.06036). dpace (arXiv 2605.18810): with q the draft's
-    probability of the label, smoothed to (q+1)/2, slot j weighs the sum over m >= j of prod over i <= m of
-    q_i.
-    """
+    probability of the label, smoothed to (q+1)/2, slot j weighs the sum over m >= j of q_1 ... q_m."""
     if loss == "dflash":
         return valid * torch.exp(-torch.arange(ce.shape[1], device=ce.device) / gamma)
     prefix = torch.where(valid, 0.5 * torch.exp(-ce) + 0.5, 1.0).cumprod(1) * valid
@@ -1100,8 +1072,7 @@ def head_and_loss(rows, head, labels, valid, loss, gamma, softcap, chunk=CHUNK):
     rows [n, B-1, D], head [V, D], labels and valid [n, B-1] -> ce [n, B-1] float32, weights, hit [n, B-1]
     bool, and d(sum of weights * ce)/d(rows) [n, B-1, D]. chunk: logits at a time. The head is frozen, so that
     the gradient of the rows is all there is to keep: it is made while the logits are at hand and nothing is
-    recomputed in backward.
-    """
+    recomputed in backward."""
     V, slots = head.shape[0], rows.shape[1]
     vocabulary, parts = torch.arange(V, device=head.device, dtype=torch.int32), []
     size = max(1, chunk // V // slots)
@@ -1133,9 +1104,7 @@ def drafter_step(drafter, ends, features, positions, start, anchor, tokens, vali
     features [S, K*D], positions [S], start/anchor [N], tokens/valid [N, B]; ends: frozen_ends() and "rope",
     rotary() of all positions (looked up: cosines made where they are used cost 2% of the step) -> rows
     [N, B-1, D] (requires grad), their gradient (of the weighted sum, divided by nothing), counters [COUNTERS
-    + 2 (B-1)] float32. A feature that is not finite becomes zeros, and the blocks that would see it weigh
-    nothing.
-    """
+    + 2 (B-1)] float32. A feature that is not finite becomes zeros, blocks that would see it weigh nothing."""
     S, B = features.shape[0], tokens.shape[1]
     bad = ~torch.isfinite(features).all(-1)  # [S]
     features = torch.where(bad[:, None], 0, features)
@@ -1197,10 +1166,8 @@ def verify(draft, draft_p, logits, temperature, draw):
     """Lossless verification of one block. draft [B-1], its probabilities [B-1, V] (None: certain), the
     target's logits [B, V] after anchor, draft 1, ... -> (accepted count, next token).
 
-    Greedy: the leading drafts that are the target's argmax. Sampling: draft i is kept with probability min(1,
-    p/q), the first rejection is redrawn from max(p - q, 0), so that the output has the target's distribution
-    (arXiv 2211.17192).
-    """
+    Greedy: the leading drafts that are the target's argmax. Sampling (arXiv 2211.17192): draft i is kept with
+    probability min(1, p/q), the first rejection redrawn from max(p - q, 0): the target's distribution."""
     if not temperature:
         best = logits.argmax(-1)
         n = int((draft == best[:-1]).cumprod(0).sum())
@@ -1227,8 +1194,7 @@ class Reader:
 
     @torch.inference_mode()
     def read(self, tokens, last=0):
-        """Append tokens (list) -> logits [n, V] of the last `last` (0: all); features [n, K*D] of all of
-        them."""
+        """Append tokens (list) -> logits [n, V] of the last `last` (0: all); features [n, K*D] of all."""
         ids = torch.tensor([tokens], device=self.device)
         out = self.model(input_ids=ids, use_cache=True, logits_to_keep=last, **{self.argument: self.cache})
         self.length += len(tokens)
@@ -1242,8 +1208,7 @@ class Reader:
             self.length = length
 
 class Draft:
-    """The drafter with its own cache of context keys and values. zero: with the features blanked, a
-    control."""
+    """The drafter with its own cache of context keys and values. zero: features blanked, a control."""
 
     def __init__(self, drafter, ends, mask_token_id, length, zero=False):
         self.drafter, self.ends, self.mask, self.zero, self.length = drafter, ends, mask_token_id, zero, 0
@@ -1254,8 +1219,7 @@ class Draft:
 
     @torch.inference_mode()
     def __call__(self, tokens, features, temperature, draw):
-        """tokens: all so far, the anchor last; features: of those read since the last call -> pick()'s
-        draft."""
+        """tokens: all so far, the anchor last; features: of those read since the last call -> as pick()."""
         d, B, n, device = self.drafter, self.drafter.block, len(features), features.device
         features = features.to(d.fc.weight.dtype) * (0 if self.zero else 1)
         at = torch.arange(self.length, self.length + n, device=device)
@@ -1286,12 +1250,10 @@ def prompt_lookup(B, back=3):
     return draft
 
 def decode(reader, prompt, new_tokens, end_ids, draft=None, temperature=0.0, draw=None, forced=None):
-    """Decode up to new_tokens after prompt (list of ids), alone or with draft -> (tokens, accepted a round,
-    logits).
+    """Decode up to new_tokens after prompt (ids), alone or with draft -> (tokens, accepted a round, logits).
 
     logits: one [V] row a token, those it was chosen by. forced: read these tokens instead of the chosen ones.
-    An accepted length counts the drafts kept plus the target's own token, up to the end token and the limit.
-    """
+    An accepted length counts the drafts kept and the target's own token, up to end token and limit."""
     reader.start()
     logits = reader.read(prompt, last=1)
     out = [int(pick(logits, temperature, draw)[0]) if forced is None else forced[0]]
@@ -1319,8 +1281,7 @@ def lossless(reader, prompt, spec, spec_logits, plain, plain_logits):
 
     The reference is one-token decoding of the very prefix that was decoded: the plain run where it is the
     same, a run forced along the same tokens otherwise. noise: where both choose the same token, the largest
-    difference between its logit read in a block and read alone.
-    """
+    difference between its logit read in a block and read alone."""
     if spec != plain[: len(spec)]:
         plain_logits = decode(reader, prompt, len(spec), (), forced=spec)[2]
     one, block = torch.stack(plain_logits[: len(spec)]).float(), torch.stack(spec_logits).float()
@@ -1330,26 +1291,20 @@ def lossless(reader, prompt, spec, spec_logits, plain, plain_logits):
     return int((gaps > 0).sum()), float(gaps.max()), float(noise.max())
 
 def read_prompts(path, tokenizer, limit):
-    """JSONL of {"prompt": text} or {"messages": [...]} (a last assistant turn is left out) -> lists of
-    ids."""
+    """JSONL of {"prompt": text} or {"messages": [...]}, a last assistant turn left out -> lists of ids."""
     prompts = []
-    try:
+    with refused(f"--prompts {path}: cannot be read", (OSError, UnicodeDecodeError)):
         lines = Path(path).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"--prompts {path}: cannot be read ({first_line(e)})") from e
     for number, line in enumerate(lines, 1):
         if not line.strip() or len(prompts) == limit:
             continue
-        try:
+        where = f"--prompts {path}, line {number}: no prompt, no messages"
+        with refused(where, (ValueError, TypeError, AttributeError)):
             row = json.loads(line)
             turns = clean_messages([{"role": "user", "content": row["prompt"]}] if "prompt" in row else
                                    row.get("messages"))
-        except (ValueError, TypeError, AttributeError) as e:
-            raise UserError(f"--prompts {path}, line {number}: no prompt, no messages "
-                            f"({first_line(e)})") from e
         turns = turns[:-1] if turns[-1]["role"] == "assistant" else turns
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        prompts.append(tokenizer(text, add_special_tokens=False)["input_ids"])
+        prompts.append(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
     if not prompts:
         raise UserError(f"--prompts {path}: no prompt in it")
     return prompts
@@ -1358,23 +1313,19 @@ def held_out_prompts(documents, limit):
     """The held-out chats up to their first reply -> lists of ids."""
     order = documents.held_out[0]
     chosen = rng(0, len(order)).permutation(order)[:limit].tolist()
-    rows = documents.rows.with_format("numpy")[chosen] if chosen else {"input_ids": [], "loss_mask": []}
-    return [ids[: mask.argmax()].tolist() for ids, mask in zip(rows["input_ids"], rows["loss_mask"])
-            if mask.argmax()]
+    rows = documents.rows.with_format("numpy").select(chosen)
+    prompts = [row["input_ids"][: row["loss_mask"].argmax()].tolist() for row in rows]
+    return [prompt for prompt in prompts if prompt]
 
-def compare_decoding(model, taps, drafts, prompts, cfg, end_ids, tell=say):
-    """Decode every prompt plainly and with each of `drafts` (name -> function: length -> draft), batch 1.
-
-    Returns {"plain" and each name: {"runs": [(tokens, rounds, seconds)], "differ", "gap", "noise" of
-    lossless()}}.
-    """
-    device = model.device
+def compare_decoding(model, taps, drafts, prompts, cfg, end_ids):
+    """Decode every prompt plainly and with each of `drafts` (name -> function: length -> draft), batch 1 ->
+    {"plain" and each name: {"runs": [(tokens, rounds, seconds)], "differ", "gap", "noise" of lossless()}}."""
     results = {name: {"runs": [], "differ": 0, "gap": 0.0, "noise": 0.0} for name in ("plain", *drafts)}
     plain_reader, reader = Reader(model, ()), Reader(model, taps)
 
     def timed(name, prompt, new_tokens, seed):
         draft = drafts[name](len(prompt) + new_tokens + cfg.block + 1) if name != "plain" else None
-        draw = torch.Generator(device=device).manual_seed(seed)
+        draw = torch.Generator(device=model.device).manual_seed(seed)
         begin = time.perf_counter()
         out, rounds, logits = decode(reader if draft else plain_reader, prompt, new_tokens, end_ids, draft,
                                      cfg.temperature, draw)  # ends with tokens on the host: none pending
@@ -1382,24 +1333,22 @@ def compare_decoding(model, taps, drafts, prompts, cfg, end_ids, tell=say):
 
     for name in results:
         timed(name, prompts[0], 2 * cfg.block, 0)  # first calls load kernels: nobody's time
-    for i, prompt in enumerate(prompts):
-        plain, plain_logits = timed("plain", prompt, cfg.new_tokens, cfg.seed + i)
-        results["plain"]["runs"].append(plain)
-        for name in drafts:
-            run, logits = timed(name, prompt, cfg.new_tokens, cfg.seed + i)
-            r = results[name]
+    for i, prompt in enumerate(prompts, 1):
+        for name, r in results.items():
+            run, logits = timed(name, prompt, cfg.new_tokens, cfg.seed + i - 1)
             r["runs"].append(run)
-            if not cfg.temperature:
-                differ, gap, noise = lossless(plain_reader, prompt, run[0], logits, plain[0], plain_logits)
+            if name == "plain":
+                plain = run[0], logits
+            elif not cfg.temperature:
+                differ, gap, noise = lossless(plain_reader, prompt, run[0], logits, *plain)
                 r.update(differ=r["differ"] + differ, gap=max(r["gap"], gap), noise=max(r["noise"], noise))
-        if (i + 1) % 8 == 0 and i + 1 < len(prompts):
-            tell(f"  {i + 1}/{len(prompts)} prompts decoded, accepted a round so far: " + ", ".join(
+        if i % 8 == 0 and i < len(prompts):
+            say(f"  {i}/{len(prompts)} prompts decoded, accepted a round so far: " + ", ".join(
                 f"{name} {mean_accepted(results[name]['runs']):.2f}" for name in drafts))
     return results
 
 def mean_accepted(runs):
-    """Tokens after the first over rounds: what real decoding accepts a round, the target's own token
-    included."""
+    """Tokens after the first over rounds: what decoding accepts a round, the target's own token included."""
     rounds = [n for _, r, _ in runs for n in r]
     return sum(rounds) / len(rounds) if rounds else float("nan")
 
@@ -1420,18 +1369,16 @@ def decoding_table(results, block, end_ids):
         else:
             accepted = "".join(f"{v[k]:11.2f}" for k in ("accepted", "finished", "unfinished"))
             lines.append(f"{name:16}{accepted}{rate:11.1f}{v['speedup']:11.2f}{r['differ']:11}")
-    name = list(results)[1]
-    counts = Counter(n for _, r, _ in results[name]["runs"] for n in r)
-    total = max(counts.total(), 1)
-    lines.append(f"accepted a round, {name}: "
-                 + "  ".join(f"{n}: {counts[n] / total:.0%}" for n in range(1, block + 1)))
+    counts = Counter(n for _, rounds, _ in results["drafter"]["runs"] for n in rounds)
+    shares = (f"{n}: {counts[n] / max(counts.total(), 1):.0%}" for n in range(1, block + 1))
+    lines.append(f"accepted a round, drafter: {'  '.join(shares)}")
     return lines, {**values, "histogram": [counts[n] for n in range(1, block + 1)]}
 
 def judge_lossless(results, exact):
     """(ok, one line): did drafting change the output, and is that within what is allowed."""
-    differ, tokens = (sum(x) for x in zip(*((r["differ"], sum(len(o) for o, *_ in r["runs"]))
-                                            for r in list(results.values())[1:])))
-    gap, noise = (max(r[k] for r in results.values()) for k in ("gap", "noise"))
+    drafted = [r for name, r in results.items() if name != "plain"]
+    differ, tokens = sum(r["differ"] for r in drafted), sum(len(o) for r in drafted for o, *_ in r["runs"])
+    gap, noise = (max(r[k] for r in drafted) for k in ("gap", "noise"))
     ok = differ == 0 if exact else gap <= 2 * noise and differ <= 0.02 * tokens
     rule = "none may in float32" if exact else (
         f"up to 2% may by a logit gap of {2 * noise:.3f}, twice the noise between reading in a block and "
@@ -1450,16 +1397,13 @@ def export(folder, config, state):
     (Path(folder) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 def read_drafter(folder):
-    """An exported folder -> (config, state dict). Both styles of published config are understood.
-    UserError."""
+    """An exported folder -> (config, state dict), in both styles of published config. UserError."""
     from safetensors.torch import load_file
 
-    try:
+    with refused(f"{folder}: no drafter there"):  # safetensors' own error is no ValueError
         config = json.loads((Path(folder) / "config.json").read_text())
         config = {k: v for k, v in config.items() if v is not None}  # a null says no more than an absence
         state = load_file(Path(folder) / "model.safetensors")
-    except Exception as e:  # safetensors' own error is no ValueError
-        raise UserError(f"{folder}: no drafter there ({first_line(e)})") from e
     inner = config.setdefault("dflash_config", {})
     for key in ("block_size", "mask_token_id", "target_layer_ids"):
         found = [v for v in (config.get(key), inner.get(key)) if v is not None]
@@ -1490,11 +1434,8 @@ def checksum(path):
     return crc
 
 def write_checkpoint(out, step, config, masters, trainer, keep):
-    """checkpoints/step-N as a whole or not at all: write beside, fsync, rename, move `latest`, drop the
-    oldest.
-
-    masters: fp32 state dict on the CPU; trainer: all else that resuming needs. OSError when the disk refuses.
-    """
+    """checkpoints/step-N whole or not at all: write beside, fsync, rename, move `latest`, drop the oldest.
+    masters: fp32 state dict on the CPU; trainer: all else that resuming needs. OSError: the disk refuses."""
     root = Path(out) / "checkpoints"
     root.mkdir(exist_ok=True)
     for stale in root.glob(".step-*"):  # an unfinished write of ours: the lock's holder alone writes
@@ -1748,8 +1689,7 @@ def open_tracker(cfg, out):
     return log
 
 def drafter_worker(seat, job, stop):
-    """The training loop, open. Every drafter walks the same steps; drafter 0 also tells, saves and
-    exports."""
+    """The training loop, open. Every drafter walks the same steps; drafter 0 also tells, saves, exports."""
     cfg, config, device, D, A = job.cfg, job.config, seat.device, seat.D, job.cfg.accumulation
     lead, both, cuda, out = seat.index == 0, seat.role == "both", seat.device == "cuda", job.out
     taps, mask_token_id = (config["dflash_config"][k] for k in ("target_layer_ids", "mask_token_id"))
@@ -1834,8 +1774,7 @@ def drafter_worker(seat, job, stop):
             times[name] += 1e3 * (time.perf_counter() - begin)
 
     def fetch():
-        """The next micro-batch of this drafter, its features under way or there. None at the end of the
-        run."""
+        """The next micro-batch of this drafter, its features under way or there. None: the run is over."""
         kind, i = next(mine, (None, None))
         if kind is None:
             return None
@@ -2126,8 +2065,7 @@ def byte_tokenizer():
                                    clean_up_tokenization_spaces=False, **SPECIALS)
 
 def demo_chats(seed, count):
-    """Chats of which no two replies share a run of 24 bytes, so that no held-out reply was seen in
-    training."""
+    """Chats of which no two replies share a run of 24 bytes: no held-out reply was seen in training."""
     draw, rows, seen = random.Random(seed), [], set()
     while len(rows) < count:
         # no symbol twice in a prompt: the word just spelled out tells where to read on
@@ -2195,8 +2133,7 @@ def make_demo(cfg, out, seat, stop):
     return dataclasses.replace(cfg, target=str(target), data=(str(chats),))
 
 def show_demo(cfg, given, out, begin, stop):
-    """Decode held-out prompts with the new drafter and its controls, and say what came of it -> (code,
-    reason)."""
+    """Decode held-out prompts with the new drafter and its controls, say what came out -> (code, reason)."""
     cfg = dataclasses.replace(cfg, evaluate=str(out), new_tokens=128)
     code, reason, values = evaluate(cfg, given, stop, controls=True)
     if code == DONE:
@@ -2236,8 +2173,7 @@ def run_workers(works, stop, patient=True):
     """Spawn [(function, seat, args)], wait, end them all -> (exit code, reason, [result of each or None]).
 
     The first failure decides. Targets are not waited for: they hold nothing once every drafter is done.
-    patient: a first signal is the workers' to obey; else it ends them.
-    """
+    patient: a first signal is the workers' to obey; else it ends them."""
     context = torch.multiprocessing.get_context("spawn")
     children, results = [], [None] * len(works)
     environment, cores = dict(os.environ), len(os.sched_getaffinity(0))
@@ -2294,8 +2230,7 @@ def run_workers(works, stop, patient=True):
             link.close()
 
 def choose_device(cfg, named):
-    """cuda or cpu. GPU flags without usable CUDA are refused with torch's own reason, never bent to the
-    CPU."""
+    """cuda or cpu. GPU flags without usable CUDA are refused with torch's reason, never bent to the CPU."""
     if cfg.device == "cpu" or (cfg.device == "auto" and not named and not torch.cuda.device_count()):
         return "cpu"
     if not cfg.plan and not torch.cuda.device_count():
