@@ -48,6 +48,7 @@ import time
 import traceback
 import zlib
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import wait as wait_for_any
@@ -241,7 +242,7 @@ def first_line(error):
 
 @contextmanager
 def refused(what, kinds=Exception):
-    """Errors of these kinds inside are, to the user, one thing: a UserError of `what` and their first line."""
+    """Errors of these kinds inside are one thing to the user: UserError of `what` and their first line."""
     try:
         yield
     except kinds as e:
@@ -692,16 +693,14 @@ def drafter_config(cfg, text, taps, mask_token_id):
         raise UserError(f"--heads {H} is not a multiple of --kv-heads {G}")
     if h % 2 or h < 16:
         raise UserError(f"--head-dim {h}: even, and 16 or more")
-    theta = find_rope_theta(text)
-    window = cfg.sliding_window
+    theta, window = find_rope_theta(text), cfg.sliding_window
     full = cfg.full_layers if window else cfg.layers
     kinds = ["sliding_attention"] * (cfg.layers - full) + ["full_attention"] * full
     out = {
         "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": D,
         "intermediate_size": ffn, "num_hidden_layers": cfg.layers, "num_attention_heads": H,
-        "num_key_value_heads": G, "head_dim": h,
-        "hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False, "attention_dropout": 0.0,
-        "vocab_size": text.vocab_size,
+        "num_key_value_heads": G, "head_dim": h, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+        "attention_bias": False, "attention_dropout": 0.0, "vocab_size": text.vocab_size,
         "max_position_embeddings": getattr(text, "max_position_embeddings", None) or cfg.max_length,
         "rope_theta": theta, "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "rope_scaling": None, "layer_types": kinds, "sliding_window": window or None,
@@ -1612,7 +1611,7 @@ def target_worker(seat, job, stop):
     _, _, pairs = connect(seat, job.meeting, cfg.stall_timeout)
     base = load_target(cfg.target, compute_dtype(seat.device), max(taps) + 1).base_model.to(seat.device)
     layers = decoder_layers(base)
-    buffers, sent = [feature_buffer(job, seat.device) for _ in range(2)], [None, None]
+    buffers, sent = [feature_buffer(job, seat.device) for _ in range(2)], {}
     mask_of = None
     if cuda:
         mask_of = fast_reading(base, layers, taps, job, buffers[0], itself if seat.index else say)
@@ -1626,22 +1625,22 @@ def target_worker(seat, job, stop):
         batch = micro_batch(job.documents, cfg, i, kind == "eval")
         if not batch["blocks"]:  # the drafter knows it too
             continue
-        if sent[turn] is not None:  # the buffer is free once its last message has left
-            sent[turn].synchronize() if cuda else sent[turn].wait()
+        if turn in sent:
+            sent[turn]()  # the buffer is free once its last message has left
         capture(base, layers, taps, batch, buffers[turn], mask_of)
         header, group = pairs[seat.index, i % seat.D]
         if cuda:
             torch.cuda.current_stream().synchronize()  # the header says "ready": no receive ever spins
         dist.send(header_of(batch, buffers[turn]), seat.T + i % seat.D, header)
         with torch.cuda.stream(wire):  # None on a CPU: then this does nothing
-            sent[turn] = dist.isend(buffers[turn], seat.T + i % seat.D, group)
+            message = dist.isend(buffers[turn], seat.T + i % seat.D, group)
+            sent[turn] = message.wait
             if cuda:
-                sent[turn].wait()  # on the wire's stream, not on the host
-                sent[turn] = wire.record_event()
+                message.wait()  # on the wire's stream, not on the host
+                sent[turn] = wire.record_event().synchronize
         turn = 1 - turn
-    for work in sent:
-        if work is not None:
-            work.synchronize() if cuda else work.wait()
+    for wait in sent.values():
+        wait()
     return {}
 
 # ------------------------------------------------------------------------------------------ drafter worker
@@ -1659,34 +1658,30 @@ def to_device(batch, device):
 def open_tracker(cfg, out):
     """-> a function (kind, values) that logs to Weights & Biases. Training never depends on it: its first
     failure is said, and from there it does nothing."""
-    run = []
-    def attempt(action):
+    run, off = None, not cfg.wandb
+
+    def track(kind, values):
+        nonlocal run, off
+        if off:
+            return
         try:
-            action()
+            if run is None:
+                import wandb
+                file = out / "wandb_id"
+                if not file.exists():
+                    atomic_write(file, os.urandom(4).hex())
+                mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
+                run = wandb.init(project=cfg.wandb, id=file.read_text().strip(), resume="allow", dir=out,
+                                 mode=mode, config=dataclasses.asdict(cfg))
+            flat = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, (int, float))}
+            by_slot = enumerate(values.get("position_accuracy") or (), 1)
+            run.log({**flat, **{f"{kind}/accuracy_{k}": v for k, v in by_slot}, "step": values["step"]})
+            if kind == "end":
+                run.finish()
         except Exception as e:  # whatever the tracker does, training goes on; it is said here
             say(f"wandb is off from here ({type(e).__name__}: {first_line(e)})")
-            run.clear()
-
-    def start():
-        import wandb
-        file = out / "wandb_id"
-        if not file.exists():
-            atomic_write(file, os.urandom(4).hex())
-        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
-        run.append(wandb.init(project=cfg.wandb, id=file.read_text().strip(), resume="allow", dir=out,
-                              mode=mode, config=dataclasses.asdict(cfg)))
-
-    def log(kind, values):
-        flat = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, (int, float))}
-        flat |= {f"{kind}/accuracy_{k}": v for k, v in enumerate(values.get("position_accuracy") or (), 1)}
-        if run:
-            attempt(lambda: run[0].log(flat | {"step": values["step"]}))
-            if kind == "end" and run:
-                attempt(run[0].finish)
-
-    if cfg.wandb:
-        attempt(start)
-    return log
+            off = True
+    return track
 
 def drafter_worker(seat, job, stop):
     """The training loop, open. Every drafter walks the same steps; drafter 0 also tells, saves, exports."""
@@ -1819,14 +1814,17 @@ def drafter_worker(seat, job, stop):
         write_metric(out, kind, step=step, micro_batches=m, **values)
         track(kind, {"step": step, **values})
 
-    writing = {"thread": None, "error": None}
+    writer, under_way = ThreadPoolExecutor(1), []  # (step, save), one at most
 
     def finish_save():
-        if writing["thread"]:
-            writing["thread"].join()
-            if writing["error"]:
-                say(f"a save failed, training goes on and the next save tries again: {writing['error']}")
-            writing["thread"] = None
+        """Await the save under way -> why it failed, which is said, or None."""
+        if not under_way:
+            return None
+        at, save = under_way.pop()
+        error = save.exception() and f"step {at}: {save.exception()}"
+        if error:
+            say(f"a save failed, training goes on and the next save tries again: {error}")
+        return error
 
     def save():
         """Copy to the host now, write behind: the GPU goes on while the disk writes."""
@@ -1840,7 +1838,7 @@ def drafter_worker(seat, job, stop):
         if not lead:
             return
         finish_save()
-        writing["error"] = None
+
         def on_host(tensors):
             return {k: v.detach().to("cpu", copy=True) for k, v in tensors.items()}
 
@@ -1848,15 +1846,8 @@ def drafter_worker(seat, job, stop):
         moments["state"] = {i: on_host(s) for i, s in moments["state"].items()}
         trainer = {"optimizer": moments, "step": step, "micro_batches": m, "total": total, "accumulation": A,
                    "drafters": D, "identity": job.identity, "versions": versions()}
-
-        def write(step=step):
-            try:
-                write_checkpoint(out, step, config, masters, trainer, cfg.keep)
-            except OSError as e:
-                writing["error"] = f"step {step}: {e}"
-
-        writing["thread"] = threading.Thread(target=write)
-        writing["thread"].start()
+        checkpoint = out, step, config, masters, trainer, cfg.keep
+        under_way.append((step, writer.submit(write_checkpoint, *checkpoint)))
         tell("save", "", checkpoint=f"step-{step:08d}")
 
     dist.barrier()  # targets may send from here on
@@ -1925,8 +1916,7 @@ def drafter_worker(seat, job, stop):
             line = (f"step {step:{len(str(steps_total))}}/{steps_total}  loss {values['loss']:.4f}  "
                     f"accept {values['accept_len']:.3f}  lr {rate:.1e}  norm {norm:.2f}  "
                     f"{values['tokens_per_s']:,.0f} tok/s  {values['ms']:.0f} ms (wait "
-                    f"{values['wait_ms']:.0f})"
-                    f"  {values['mem_gib']:.1f} GiB  eta {span(values['eta_s'])}")
+                    f"{values['wait_ms']:.0f})  {values['mem_gib']:.1f} GiB  eta {span(values['eta_s'])}")
             if skips or c[6]:
                 line += f"  NOT FINITE: {int(skips)} steps skipped, {int(c[6])} features blanked"
             if lead:
@@ -1968,11 +1958,11 @@ def drafter_worker(seat, job, stop):
     if agreement is not None:
         agreement.wait()  # a peer may still be in it
     if lead:
-        finish_save()
+        error = finish_save()
         tell("end", "", status="finished" if m >= total else "stopped", seconds=time.perf_counter() - begin,
              **{f"eval_{k}": v for k, v in last_eval.items()})
-        if writing["error"]:
-            raise OSError(f"the last checkpoint is missing: {writing['error']}")
+        if error:
+            raise OSError(f"the last checkpoint is missing: {error}")
         if m >= total:
             made = Path(tempfile.mkdtemp(prefix=".export.", dir=out))
             export(made, config, drafter.state_dict())
@@ -1997,8 +1987,8 @@ def decoding_worker(seat, cfg, folder, documents, controls, stop):
                         "to before a rejected draft")
     if text.hidden_size != config["hidden_size"] or text.num_hidden_layers <= max(taps):
         raise UserError(f"{folder} is no drafter for {cfg.target}: it wants width {config['hidden_size']} "
-                        "and taps "
-                        f"{taps}, there are width {text.hidden_size} and {text.num_hidden_layers} layers")
+                        f"and taps {taps}, there are width {text.hidden_size} and {text.num_hidden_layers} "
+                        "layers")
     cfg = dataclasses.replace(cfg, block=config["block_size"])
     prompts = (read_prompts(cfg.prompts, tokenizer, cfg.num_prompts) if cfg.prompts else
                held_out_prompts(documents, cfg.num_prompts))
@@ -2053,11 +2043,9 @@ def byte_tokenizer():
     """Ids 0-255 are the bytes themselves, 256-259 the special tokens; made in memory, from no file."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    own = {c: ord(c) for c in alphabet if ord(c) < 256}  # printable bytes stand for themselves
-    moved = zip(alphabet[len(own):], sorted(set(range(256)) - set(own.values())))
-    tokenizer = Tokenizer(models.BPE(vocab=own | dict(moved), merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab={c: b for b, c in bytes_to_unicode().items()}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIALS.values()))
@@ -2076,8 +2064,8 @@ def demo_chats(seed, count):
         runs = {reply[i: i + 24] for i in range(len(reply) - 23)}
         if seen.isdisjoint(runs):
             seen |= runs
-            turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]
-            rows.append({"messages": turns})
+            rows.append({"messages": [{"role": "user", "content": prompt},
+                                      {"role": "assistant", "content": reply}]})
     return rows
 
 def teach_worker(seat, folder, seed, stop, steps=420, rate=3e-3):
@@ -2086,12 +2074,12 @@ def teach_worker(seat, folder, seed, stop, steps=420, rate=3e-3):
 
     tokenizer, draw = byte_tokenizer(), random.Random(seed)
     torch.manual_seed(seed)
-    ids = {k.replace("token", "token_id"): tokenizer.convert_tokens_to_ids(v) for k, v in SPECIALS.items()}
-    ids.pop("mask_token_id")
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=264, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=512, tie_word_embeddings=True,
-        initializer_range=0.05, **ids)).to(seat.device)  # 0.02 suits wider models and learns slowly here
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id, initializer_range=0.05,  # 0.02 suits wider models, slow here
+    )).to(seat.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
     jsonl = (folder.parent / "chats.jsonl").read_text().splitlines()
     columns = tokenise_rows({"jsonl": jsonl}, tokenizer, 264, 512, 0.0)
@@ -2244,23 +2232,22 @@ def choose_device(cfg, named):
 def take_seats(cfg, out):
     """-> [Seat] from --target-gpus and --drafter-gpus; without them the last 3/8 of the GPUs train, a
     single GPU does both. Equal lists are colocated. On a CPU the numbers count processes."""
-    lists = {"--target-gpus": int_list(cfg.target_gpus, "--target-gpus"),
-             "--drafter-gpus": int_list(cfg.drafter_gpus, "--drafter-gpus")}
-    targets, drafters = lists.values()
+    targets = int_list(cfg.target_gpus, "--target-gpus")
+    drafters = int_list(cfg.drafter_gpus, "--drafter-gpus")
     device = choose_device(cfg, targets or drafters)
     count = torch.cuda.device_count() if device == "cuda" else 1
     if cfg.plan and device == "cuda":  # a plan assumes the GPUs that are named, or eight
         count = max([count, *(g + 1 for g in targets + drafters)]) or 8
-    for name, gpus in lists.items():
-        shown = f"{name} {','.join(map(str, gpus))}"
+    for name, gpus in (("--target-gpus", targets), ("--drafter-gpus", drafters)):
+        shown, last = f"{name} {','.join(map(str, gpus))}", max(gpus, default=-1)
         if len(set(gpus)) != len(gpus) or any(g < 0 for g in gpus):
             raise UserError(f"{shown}: give each once, from 0")
-        if device == "cuda" and gpus and max(gpus) >= count:
+        if device == "cuda" and last >= count:
             before = json.loads((out / "config.json").read_text()) if (out / "config.json").exists() else {}
-            if max(gpus) in before.get("gpus", ()):
-                raise RuntimeError(f"{shown}: GPU {max(gpus)} was there at the last attempt, now there are "
-                                   f"{count}")
-            raise UserError(f"{shown}: there is no GPU {max(gpus)}, this machine has {count}")
+            if last in before.get("gpus", ()):
+                raise RuntimeError(
+                    f"{shown}: GPU {last} was there at the last attempt, now there are {count}")
+            raise UserError(f"{shown}: there is no GPU {last}, this machine has {count}")
     if set(targets) & set(drafters) and set(targets) != set(drafters):
         raise UserError(f"--target-gpus {cfg.target_gpus} and --drafter-gpus {cfg.drafter_gpus} overlap in "
                         "part: keep them apart, or make them equal (each then does both in turn)")
@@ -2331,17 +2318,15 @@ def predict_rates(cfg, config, counts, documents, gpu):
     return tokens * 0.55 * peak / capture, tokens * 0.60 * peak / step
 
 def print_plan(cfg, config, seats, documents, total, size):
-    taps, group = config["dflash_config"]["target_layer_ids"], seats[-1].D * cfg.accumulation
-    counts, bins = parameters_of(cfg.target, taps), len(documents.train[1]) - 1
-    H, G, h, ffn = (config[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim",
-                                        "intermediate_size"))
+    taps, (T, D) = config["dflash_config"]["target_layer_ids"], (seats[0].T, seats[0].D)
+    group, bins = D * cfg.accumulation, len(documents.train[1]) - 1
+    counts, heads = parameters_of(cfg.target, taps), config["num_attention_heads"]
     say(f"target {cfg.target}: {counts[0] / 1e6:,.1f} M parameters, {counts[1] / 1e6:,.1f} M on its GPU, "
-        f"taps {taps}\n"
-        f"drafter: {size / 1e6:,.1f} M parameters, {cfg.layers} layers, heads {H}/{G} of {h}, FFN {ffn}\n"
+        f"taps {taps}\ndrafter: {size / 1e6:,.1f} M parameters, {cfg.layers} layers, heads {heads}/"
+        f"{config['num_key_value_heads']} of {config['head_dim']}, FFN {config['intermediate_size']}\n"
         f"micro-batch: {cfg.tokens} context tokens, {cfg.anchors} anchors x block {cfg.block} = "
         f"{cfg.anchors * cfg.block} draft rows\n{documents.report}\n"
-        f"{bins} micro-batches an epoch = {-(-bins // group)} steps of {seats[-1].D} drafters x "
-        f"{cfg.accumulation}\n"
+        f"{bins} micro-batches an epoch = {-(-bins // group)} steps of {D} drafters x {cfg.accumulation}\n"
         f"{total} micro-batches in all = {-(-total // group)} steps\n"
         "who sits where, with the predicted memory in GiB:")
     for seat in seats:
@@ -2350,8 +2335,7 @@ def print_plan(cfg, config, seats, documents, total, size):
             + " + ".join(f"{k} {gib(v):.2f}" for k, v in parts.items()))
     if seats[0].device == "cuda":
         gpu = torch.cuda.get_device_name() if torch.cuda.device_count() else "H200"
-        a, b = predict_rates(cfg, config, counts, documents, gpu)
-        T, D, n = seats[0].T, seats[0].D, len(seats)
+        (a, b), n = predict_rates(cfg, config, counts, documents, gpu), len(seats)
         if seats[0].role == "both":
             rate = f"both in turn {n / (1 / a + 1 / b):,.0f}"
         else:
@@ -2388,20 +2372,21 @@ def take_folder(out):
 
 def evaluate(cfg, given, stop, controls=False):
     """--evaluate RUN_OR_EXPORT -> (exit code, reason, numbers). A run names its target and data itself."""
-    path = Path(cfg.evaluate).resolve()
-    run = next((p for p in (path, path.parent, path.parent.parent) if (p / "config.json").exists()
-                and "argv" in json.loads((p / "config.json").read_text())), None)
-    folder = path
-    if run == path:
-        folder = path / "export" if (path / "export" / "config.json").exists() else find_checkpoint(path)
-    if not path.exists() or folder is None:
-        problem = "no complete checkpoint there yet" if path.exists() else "no such folder"
-        raise UserError(f"--evaluate {cfg.evaluate}: {problem}")
-    if run:
-        of_run = json.loads((run / "config.json").read_text())["config"]
-        of_run = {k: tuple(v) if isinstance(v, list) else v for k, v in of_run.items()}
+    path = folder = Path(cfg.evaluate).resolve()
+    if not path.exists():
+        raise UserError(f"--evaluate {cfg.evaluate}: no such folder")
+    for run in (path, path.parent, path.parent.parent):
+        written = json.loads((run / "config.json").read_text()) if (run / "config.json").exists() else {}
+        if "argv" not in written:  # a run's; a drafter's has none
+            continue
+        if run == path:
+            folder = path / "export" if (path / "export" / "config.json").exists() else find_checkpoint(path)
         keys = {"target", "data", "seed", "tokens", "max_length", "eval_fraction"} - given
-        cfg = dataclasses.replace(cfg, **{k: of_run[k] for k in keys})
+        of_run = {k: written["config"][k] for k in keys}
+        cfg = dataclasses.replace(cfg, **{k: tuple(v) if k == "data" else v for k, v in of_run.items()})
+        break
+    if folder is None:
+        raise UserError(f"--evaluate {cfg.evaluate}: no complete checkpoint there yet")
     if not cfg.target or not (cfg.prompts or cfg.data):
         raise UserError(f"--evaluate {cfg.evaluate}: the folder is no run's, give --target and --prompts")
     vocab = load_config(cfg.target)[0].vocab_size
