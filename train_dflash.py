@@ -229,9 +229,8 @@ def write_metric(out, kind, **values):
 def heartbeat(out, phase, step=0, micro_batches=0):
     """Called where the main thread of the process at work advances; a ticker thread would hide a hang."""
     path = os.environ.get("SUPERVISE_HEARTBEAT") or Path(out) / "heartbeat.json"
-    beat = {"step": step, "micro_batches": micro_batches, "phase": phase, "time": time.time(),
-            "pid": os.getpid()}
-    atomic_write(path, json.dumps(beat), sync=False)
+    atomic_write(path, json.dumps({"step": step, "micro_batches": micro_batches, "phase": phase,
+                                   "time": time.time(), "pid": os.getpid()}), sync=False)
 
 def span(seconds):
     seconds = int(seconds)
@@ -547,8 +546,7 @@ def blocks_of(ids, supervised, begin, end, N, B, draw):
 
     Token t is eligible when t and t+1 lie in one document and both are supervised: t is then an anchor that
     decoding reaches, and slot 1 has a label. Drawn without replacement, uniformly over the micro-batch,
-    sorted (dense tiles). A label counts until the first slot beyond the document or unsupervised: decoding
-    ended there."""
+    sorted (dense tiles). A label counts up to the first slot beyond the document or unsupervised: decoding ends."""
     eligible = np.flatnonzero(supervised[:-1] & supervised[1:] & (end[:-1] == end[1:]))
     real = min(N, len(eligible))
     anchor = np.sort(draw.choice(eligible, real, replace=False)) if real else eligible
@@ -607,7 +605,7 @@ def load_target(target, dtype, layers=None):
     transformers_logging.disable_progress_bar()
     text, whole = load_config(target)
     if layers is not None:
-        for config in {id(c): c for c in (text, whole)}.values():
+        for config in (text, whole):
             if hasattr(config, "num_hidden_layers"):
                 config.num_hidden_layers = layers
             if getattr(config, "layer_types", None):
