@@ -19,8 +19,7 @@ and every draft layer attends to features tapped from a few layers of the target
 Run the second line again and it goes on from its newest complete checkpoint.
 
 Letters: S context tokens of a micro-batch, N anchors, B block (slots), Q = N*B draft rows, D hidden width, L
-draft layers, K taps, V vocabulary, H/G query/kv heads, h head size. A comment after a reshape gives the
-shape.
+draft layers, K taps, V vocabulary, H/G query/kv heads, h head size. Comments after a reshape give the shape.
 """
 from __future__ import annotations
 
@@ -49,6 +48,7 @@ import time
 import traceback
 import zlib
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import wait as wait_for_any
@@ -134,20 +134,18 @@ def help_text():
 
 def parse(argv):
     """argv (list of str) -> (Config, set of the names given). UserError on unknown flags and wrong types."""
-    class Parser(argparse.ArgumentParser):
-        def error(self, message):
-            raise UserError(message)
-
-    parser = Parser(add_help=False, allow_abbrev=False)
-    kinds = {"int": int, "float": float, "str": str}
-    for f in dataclasses.fields(Config):
-        option = {"action": "store_true"} if f.type == "bool" else (
-            {"nargs": "+"} if f.type.startswith("tuple") else {"type": kinds[f.type]})
-        parser.add_argument("--" + f.name.replace("_", "-"), default=argparse.SUPPRESS, **option)
-    given, unknown = parser.parse_known_args(argv)
+    defaults = {"--" + f.name.replace("_", "-"): f.default for f in dataclasses.fields(Config)}
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name, default in defaults.items():
+        option = {"action": "store_true"} if isinstance(default, bool) else (
+            {"nargs": "+"} if isinstance(default, tuple) else {"type": type(default)})
+        parser.add_argument(name, default=argparse.SUPPRESS, **option)
+    try:
+        given, unknown = parser.parse_known_args(argv)
+    except argparse.ArgumentError as e:
+        raise UserError(str(e)) from None
     if unknown:
-        names = ["--" + f.name.replace("_", "-") for f in dataclasses.fields(Config)]
-        near = difflib.get_close_matches(unknown[0].split("=")[0], names, 1, 0.5)
+        near = difflib.get_close_matches(unknown[0].split("=")[0], defaults, 1, 0.5)
         hint = f"did you mean {near[0]}?" if near else "see --help"
         raise UserError(f"unknown argument {unknown[0]}, {hint}")
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(given).items()}
@@ -166,14 +164,14 @@ def check(cfg):
             raise UserError(message)
 
     at_least_0 = ("heads kv_heads head_dim ffn sliding_window full_layers max_steps workers gamma seed "
-                  "temperature")
+                  "temperature").split()
     above_0 = ("block layers tokens anchors max_length accumulation clip lr eval_every save_every log_every "
-               "keep stall_timeout num_prompts new_tokens")
-    for name in (at_least_0 + " " + above_0).split():
-        value = getattr(cfg, name)
-        may_be_0 = name in at_least_0.split()
-        need(value > 0 or (may_be_0 and value == 0),
-             f"--{name.replace('_', '-')} {value}: must be {'0 or more' if may_be_0 else 'above 0'}")
+               "keep stall_timeout num_prompts new_tokens").split()
+    for name, value in dataclasses.asdict(cfg).items():
+        shown = f"--{name.replace('_', '-')} {value}"
+        need(name not in at_least_0 or value >= 0, f"{shown}: must be 0 or more")
+        need(name not in above_0 or value > 0, f"{shown}: must be above 0")
+        need(name not in ("eval_fraction", "warmup") or 0 <= value < 1, f"{shown}: from 0 to below 1")
     need(cfg.device in ("auto", "cuda", "cpu"), f"--device {cfg.device}: auto, cuda or cpu")
     need(cfg.loss in ("dflash", "dpace"), f"--loss {cfg.loss}: dflash or dpace")
     need(cfg.resume in ("auto", "never"), f"--resume {cfg.resume}: auto or never")
@@ -188,8 +186,6 @@ def check(cfg):
     need(not cfg.sliding_window or cfg.sliding_window >= cfg.block,
          f"--sliding-window {cfg.sliding_window} is smaller than --block {cfg.block}")
     need(cfg.full_layers <= cfg.layers, f"--full-layers {cfg.full_layers}: there are {cfg.layers} layers")
-    need(0 <= cfg.eval_fraction < 1, f"--eval-fraction {cfg.eval_fraction}: from 0 to below 1")
-    need(0 <= cfg.warmup < 1, f"--warmup {cfg.warmup}: from 0 to below 1")
     need(cfg.epochs > 0 or cfg.max_steps, f"--epochs {cfg.epochs}: must be above 0")
     disabled = [f"{k}={v}" for k in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
                 if (v := os.environ.get(k, "0")) not in ("", "0")]
@@ -207,13 +203,14 @@ def default_gamma(block):
 def say(text):
     print(text, flush=True)
 
-def atomic_write(path, text):
-    """Replace the file as a whole: a reader meets the old text or the new one, also after a power cut."""
+def atomic_write(path, text, sync=True):
+    """Replace the file as a whole: a reader meets the old text or the new; sync: also after a power cut."""
     beside = Path(f"{path}.{os.getpid()}.new")
     with open(beside, "w") as f:
         f.write(text)
         f.flush()
-        os.fsync(f.fileno())
+        if sync:
+            os.fsync(f.fileno())
     os.replace(beside, path)
 
 def fsync(path):
@@ -232,11 +229,8 @@ def write_metric(out, kind, **values):
 def heartbeat(out, phase, step=0, micro_batches=0):
     """Called where the main thread of the process at work advances; a ticker thread would hide a hang."""
     path = os.environ.get("SUPERVISE_HEARTBEAT") or Path(out) / "heartbeat.json"
-    beside = f"{path}.{os.getpid()}.new"
-    with open(beside, "w") as f:  # no fsync: a torn heartbeat after a power cut costs nothing
-        json.dump({"step": step, "micro_batches": micro_batches, "phase": phase, "time": time.time(),
-                   "pid": os.getpid()}, f)
-    os.replace(beside, path)
+    atomic_write(path, json.dumps({"step": step, "micro_batches": micro_batches, "phase": phase,
+                                   "time": time.time(), "pid": os.getpid()}), sync=False)
 
 def span(seconds):
     seconds = int(seconds)
@@ -244,6 +238,14 @@ def span(seconds):
 
 def first_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+@contextmanager
+def refused(what, kinds=Exception):
+    """Errors of these kinds inside are one thing to the user: UserError of `what` and their first line."""
+    try:
+        yield
+    except kinds as e:
+        raise UserError(f"{what} ({first_line(e)})") from e
 
 def gib(count):
     return count / 2**30
@@ -274,15 +276,14 @@ def clean_messages(messages):
     for turn in messages:
         if not isinstance(turn, dict):
             raise ValueError("a turn is not an object")
-        turn = {k: v for k, v in turn.items() if v is not None}
+        turn = {"content": "", **{k: v for k, v in turn.items() if v is not None}}
         if turn.get("role") not in ROLES:
             raise ValueError(f"role {str(turn.get('role'))[:20]!r}")
-        content = turn.get("content", "")
-        if not isinstance(content, str):
-            if not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+        if not isinstance(turn["content"], str):
+            parts = turn["content"]
+            if not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
                 raise ValueError("content that is not text")
-            content = "".join(p["text"] for p in content)
-        turn["content"] = content
+            turn["content"] = "".join(p["text"] for p in parts)
         for call in turn.get("tool_calls") or ():
             function = call.get("function", call)
             if isinstance(function.get("arguments"), str):
@@ -295,8 +296,7 @@ def reply_spans(turns, tools, render, end_tokens, finished):
 
     The span of a reply runs from the end of its generation prompt to the end of its end token. What the
     template itself puts first (an empty thinking block) is no reply. A template that rewrites history (drops
-    thinking from earlier turns, say) gives an earlier reply a text of its own, rendered as the model met it.
-    """
+    earlier thinking, say) gives an earlier reply a text of its own, rendered as the model met it."""
     replies = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i]  # no prompt, no reply
     rows = []
     for i in reversed(replies):
@@ -326,24 +326,22 @@ def reply_spans(turns, tools, render, end_tokens, finished):
 def tokenise(text, spans, tokenizer):
     """Rendered text and reply spans (characters) -> ids, supervised (lists). A token counts as reply when it
     lies wholly inside a span: one that straddles the border was never the model's to choose."""
+    how = {"add_special_tokens": False, "verbose": False}
     if tokenizer.is_fast:
-        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids, offsets = found["input_ids"], found["offset_mapping"]
+        found = tokenizer(text, return_offsets_mapping=True, **how)
         supervised, before = [], 0
-        for x, y in offsets:
+        for x, y in found["offset_mapping"]:
             x = x if x < y else before  # trim_offsets (GPT-2's heirs): a token of spaces says it is empty
             supervised.append(any(b <= x and y <= e and x < y for b, e in spans))
             before = y
-        return ids, supervised
-    ids, supervised, at = [], [], 0  # no offsets: tokenise piece by piece, and insist that the whole agrees
-    for b, e in [*sorted(spans), (len(text), len(text))]:
-        for piece, inside in ((text[at:b], False), (text[b:e], True)):
-            new = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"] if piece else []
-            ids, supervised = ids + new, supervised + [inside] * len(new)
-        at = e
-    if ids != tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]:
+        return found["input_ids"], supervised
+    # No offsets: tokenise what lies outside and inside of spans by turns, and insist that the whole agrees.
+    borders = [0, *itertools.chain(*sorted(spans)), len(text)]
+    pieces = [tokenizer(text[a:b], **how)["input_ids"] for a, b in itertools.pairwise(borders)]
+    ids = list(itertools.chain(*pieces))
+    if ids != tokenizer(text, **how)["input_ids"]:
         raise ValueError("tokens straddle the border of a reply")
-    return ids, supervised
+    return ids, [i % 2 == 1 for i, piece in enumerate(pieces) for _ in piece]
 
 def read_row(row, render, tokenizer, vocab, end_tokens):
     """One raw row -> (key, [(ids, supervised), ...]); key names first prompt and reply for the held-out
@@ -372,12 +370,11 @@ def tokenise_rows(batch, tokenizer, vocab, max_length, eval_fraction):
         return tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, add_generation_prompt=prompt)
 
     end_tokens = sorted({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}, key=len, reverse=True)
-    columns = {k: [] for k in ("input_ids", "loss_mask", "length", "supervised", "cut", "held_out", "note")}
-    size = len(next(iter(batch.values())))
-    for i in range(size):
-        key, made, note = "", [], ""
+    out = []
+    for values in zip(*batch.values()):
+        key, made, problem = "", [], ""
         try:
-            row = {k: v[i] for k, v in batch.items()}
+            row = dict(zip(batch, values))
             if "jsonl" in row:
                 if not row["jsonl"].strip():
                     raise ValueError("empty line")
@@ -388,22 +385,20 @@ def tokenise_rows(batch, tokenizer, vocab, max_length, eval_fraction):
                 row = without_none(row)
             key, made = read_row(row, render, tokenizer, vocab, end_tokens)
         except json.JSONDecodeError:
-            note = "not JSON"
+            problem = "not JSON"
         except Exception as e:  # templates raise what they like; one bad row is counted, named and skipped
-            note = first_line(e)[:60]
+            problem = first_line(e)[:60]
         held_out = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") < eval_fraction * 2**64
         for ids, supervised in made or [([], [])]:
-            cut = len(ids) > max_length
+            cut, note = len(ids) > max_length, problem
             ids, supervised = ids[:max_length], supervised[:max_length]
-            learnable = any(a and b for a, b in itertools.pairwise(supervised))  # an anchor and a label
-            if not note and not learnable:
+            if not note and not any(a and b for a, b in itertools.pairwise(supervised)):  # anchor and label
                 note = "nothing to learn after the cut" if cut else "nothing to learn"
             if note:
                 ids, supervised, cut = [], [], False
-            for k, v in zip(columns, (ids, supervised, len(ids), sum(supervised), cut, held_out, note)):
-                columns[k].append(v)
-            note = ""
-    return columns
+            out.append((ids, supervised, len(ids), sum(supervised), cut, held_out, note))
+    names = ("input_ids", "loss_mask", "length", "supervised", "cut", "held_out", "note")
+    return dict(zip(names, map(list, zip(*out))))
 
 def load_rows(sources):
     """Files or hub ids -> a datasets.Dataset of raw rows each. JSONL is read as text lines, so that one
@@ -413,37 +408,34 @@ def load_rows(sources):
     parts = []
     for source in sources:
         kind = re.sub(r"\.gz$", "", source).rsplit(".", 1)[-1]
-        path, digest = Path(source), None
+        is_file, parquet = kind in ("jsonl", "json", "parquet"), kind == "parquet"
+        if os.path.exists(source) and not is_file:
+            raise UserError(f"--data {source}: neither .jsonl, .json nor .parquet (.gz may follow)")
+        if is_file and not os.path.isfile(source):
+            raise UserError(f"--data {source}: no such file")
+        if is_file and not os.path.getsize(source):
+            raise UserError(f"--data {source}: the file is empty")
         try:
-            if kind in ("jsonl", "json", "parquet"):
-                if not path.is_file():
-                    raise UserError(f"--data {source}: no such file")
-                with open(path, "rb") as f:
-                    if not f.read(1):
-                        raise UserError(f"--data {source}: the file is empty")
-                    f.seek(0)  # datasets goes by the date of a file; what counts is its content
+            if is_file:
+                with open(source, "rb") as f:  # datasets goes by a file's date; what counts is its content
                     digest = hashlib.file_digest(f, "sha256").hexdigest()[:32]
-                place = {"data_files": source, "split": "train",
-                         "cache_dir": Path(datasets.config.HF_DATASETS_CACHE) / "by-content" / digest}
-                if kind == "parquet":
-                    part = datasets.load_dataset("parquet", **place)
-                else:  # a byte that is not UTF-8 becomes \xNN, which is no JSON: that line alone is refused
-                    part = datasets.load_dataset("text", **place, encoding_errors="backslashreplace")
-                    part = part.rename_column("text", "jsonl")
-            elif path.exists():
-                raise UserError(f"--data {source}: neither .jsonl, .json nor .parquet (.gz may follow)")
+                # a byte that is not UTF-8 becomes \xNN, which is no JSON: that line alone is refused
+                part = datasets.load_dataset(
+                    "parquet" if parquet else "text", data_files=source, split="train",
+                    cache_dir=Path(datasets.config.HF_DATASETS_CACHE) / "by-content" / digest,
+                    **({} if parquet else {"encoding_errors": "backslashreplace"}))
             else:
                 part = datasets.load_dataset(source, split="train")
-        except UserError:
-            raise
         except Exception as e:  # datasets raises a dozen types for what is, to the user, one thing
             raise UserError(f"--data {source}: cannot be read ({type(e).__name__}: {first_line(e)})") from e
+        if is_file and not parquet:
+            part = part.rename_column("text", "jsonl")
         have = part.column_names
         if not {"jsonl", "messages", "input_ids"} & set(have):
             raise UserError(f"--data {source}: no column messages or input_ids, but {', '.join(have)}")
         known = ("jsonl", "messages", "tools", "finished", "input_ids", "loss_mask")
         parts.append(part.select_columns([c for c in known if c in have]))
-        if digest:
+        if is_file:
             parts[-1]._fingerprint = digest
     return parts
 
@@ -462,34 +454,32 @@ def prepare(cfg, tokenizer, vocab):
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    parts, total = [], 0
-    rules = [inspect.getsource(f) for f in (
+    limits = {"vocab": vocab, "max_length": cfg.max_length, "eval_fraction": cfg.eval_fraction}
+    # All that decides a row's tokens is in the key, so that a stale cache cannot be met.
+    code = [inspect.getsource(f) for f in (
         without_none, clean_messages, reply_spans, tokenise, read_row, tokenise_rows)]
     whole = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab()
-    for raw in load_rows(cfg.data):
-        total += len(raw)
-        # All that decides a row's tokens is in the key, so that a stale cache cannot be met.
-        key = json.dumps([raw._fingerprint, rules, tokenizer.chat_template, whole, vocab, cfg.max_length,
-                          cfg.eval_fraction], sort_keys=True)
-        int32, boolean = datasets.Value("int32"), datasets.Value("bool")
-        kinds = datasets.Features({
-            "input_ids": datasets.List(int32), "loss_mask": datasets.List(boolean), "length": int32,
-            "supervised": int32, "cut": boolean, "held_out": boolean, "note": datasets.Value("string")})
+    rules = [code, tokenizer.chat_template, whole, limits]
+    int32, boolean = datasets.Value("int32"), datasets.Value("bool")
+    kinds = datasets.Features({
+        "input_ids": datasets.List(int32), "loss_mask": datasets.List(boolean), "length": int32,
+        "supervised": int32, "cut": boolean, "held_out": boolean, "note": datasets.Value("string")})
+    raws, parts = load_rows(cfg.data), []
+    for raw in raws:
+        key = json.dumps([raw._fingerprint, rules], sort_keys=True)
         processes = min(cfg.workers or len(os.sched_getaffinity(0)), max(1, len(raw) // 1000))
         parts.append(raw.map(
-            tokenise_rows, batched=True, batch_size=200, num_proc=processes if processes > 1 else None,
-            remove_columns=raw.column_names, features=kinds, desc="tokenising",
-            new_fingerprint=hashlib.sha256(key.encode()).hexdigest()[:32],
-            fn_kwargs={"tokenizer": tokenizer, "vocab": vocab, "max_length": cfg.max_length,
-                       "eval_fraction": cfg.eval_fraction}))
+            tokenise_rows, fn_kwargs={"tokenizer": tokenizer, **limits}, batched=True, batch_size=200,
+            num_proc=processes if processes > 1 else None, remove_columns=raw.column_names, features=kinds,
+            desc="tokenising", new_fingerprint=hashlib.sha256(key.encode()).hexdigest()[:32]))
     rows = datasets.concatenate_datasets(parts)
     column = {k: rows.data.column(k).to_numpy() for k in ("length", "supervised", "cut", "held_out", "note")}
     good, held = column["length"] > 0, column["held_out"]
     notes = Counter(column["note"][~good]) if len(rows) else Counter()
     tokens, learnt = int(column["length"].sum()), int(column["supervised"].sum())
-    report = (f"data: {total:,} rows read, {good.sum():,} documents kept ({(good & held).sum():,} held out), "
-              f"{column['cut'].sum():,} cut at {cfg.max_length}, {sum(notes.values()):,} dropped"
-              + "".join(f"; {n:,} x {note}" for note, n in notes.most_common(12))
+    report = (f"data: {sum(map(len, raws)):,} rows read, {good.sum():,} documents kept "
+              f"({(good & held).sum():,} held out), {column['cut'].sum():,} cut at {cfg.max_length}, "
+              f"{notes.total():,} dropped" + "".join(f"; {n:,} x {note}" for note, n in notes.most_common(12))
               + f"; {tokens:,} tokens, {learnt / max(tokens, 1):.1%} supervised")
     if not (good & ~held).any():
         raise UserError(f"nothing left to train on. {report}")
@@ -501,9 +491,8 @@ def prepare(cfg, tokenizer, vocab):
 # ------------------------------------------------------------------------------------------ micro-batches
 
 def pack(lengths, documents, capacity, seed):
-    """Best-fit decreasing over windows of shuffled documents -> (order, bounds): micro-batch j holds
-    documents order[bounds[j]:bounds[j + 1]], longest first, at most `capacity` tokens. Each document
-    stands exactly once."""
+    """Best-fit decreasing over windows of shuffled documents, each once -> (order, bounds): micro-batch j
+    holds documents order[bounds[j]:bounds[j + 1]], longest first, at most `capacity` tokens."""
     shuffled = rng(seed, PACK).permutation(documents)
     bins = []
     for at in range(0, len(shuffled), 16384):  # a window keeps the search short and the memory flat
@@ -526,13 +515,11 @@ def pack(lengths, documents, capacity, seed):
     return np.array([d for b in bins for d in b], dtype=np.int64), bounds
 
 def micro_batch(documents, cfg, m, held_out=False):
-    """What micro-batch m holds: a pure function of (data, config, seed, m), computed on the host by whoever
-    needs it.
+    """What micro-batch m holds: a pure function of (data, config, seed, m), made on every host that needs it.
 
     Returns numpy arrays: lengths [rows], ids [S], positions [S] (within the document), and for the N blocks
     start [N], anchor [N] (indices into the row of S), tokens [N, B] (slot 0 the anchor, then the labels),
-    valid [N, B] (the label counts); blocks = how many are real, tokens_used = real context tokens.
-    """
+    valid [N, B] (the label counts); blocks = how many are real, tokens_used = real context tokens."""
     S = cfg.tokens
     order, bounds = documents.held_out if held_out else documents.train
     if held_out:
@@ -555,14 +542,12 @@ def micro_batch(documents, cfg, m, held_out=False):
             "tokens_used": used, "documents": order[bounds[j]: bounds[j + 1]], **batch}
 
 def blocks_of(ids, supervised, begin, end, N, B, draw):
-    """Draw the anchors and cut their blocks. ids, supervised, begin, end: [S], the latter bounding each
-    token's document.
+    """Draw the anchors and cut their blocks. ids, supervised: [S]; begin, end: [S], of each token's document.
 
     Token t is eligible when t and t+1 lie in one document and both are supervised: t is then an anchor that
     decoding reaches, and slot 1 has a label. Drawn without replacement, uniformly over the micro-batch,
-    sorted (dense tiles). A label counts until the first slot beyond the document or unsupervised: decoding
-    ended there.
-    """
+    sorted (dense tiles). A label counts up to the first slot beyond the document or unsupervised: there
+    decoding ends."""
     eligible = np.flatnonzero(supervised[:-1] & supervised[1:] & (end[:-1] == end[1:]))
     real = min(N, len(eligible))
     anchor = np.sort(draw.choice(eligible, real, replace=False)) if real else eligible
@@ -580,9 +565,7 @@ def blocks_of(ids, supervised, begin, end, N, B, draw):
 
 def schedule(step, m, total, group, eval_every, n_eval):
     """The run as one list that every process walks by itself: ("train", m) for the micro-batches of each
-    optimizer step, then ("eval", j) where an evaluation is due. `total` micro-batches; the last step may be
-    short.
-    """
+    optimizer step (the last may have fewer of the `total`), then ("eval", j) where an evaluation is due."""
     while m < total:
         yield from (("train", i) for i in range(m, min(m + group, total)))
         m, step = m + group, step + 1
@@ -590,8 +573,7 @@ def schedule(step, m, total, group, eval_every, n_eval):
             yield from (("eval", j) for j in range(n_eval))
 
 def learning_rate(cfg, m, total):
-    """Warm-up over the first share of the run, then cosine to 0. A function of micro-batches done, so that
-    it does not depend on how many GPUs there are now."""
+    """Warm-up over the first share of the run, then cosine to 0: of micro-batches done, whatever the GPUs."""
     done, warm = m / total, cfg.warmup
     return cfg.lr * ((done + 1 / total) / (warm + 1 / total) if done < warm
                      else 0.5 * (1 + math.cos(math.pi * (done - warm) / (1 - warm))))
@@ -602,27 +584,21 @@ def load_config(target):
     """The target's text config, and the whole one. UserError when there is no such model."""
     from transformers import AutoConfig
 
-    try:
+    with refused(f"--target {target}: no model there"):  # OSError, ValueError, the hub's own errors
         whole = AutoConfig.from_pretrained(target)
-    except Exception as e:  # OSError, ValueError, hub errors: to the user all say that this is no model
-        raise UserError(f"--target {target}: no model there ({first_line(e)})") from e
     return whole.get_text_config(), whole
 
 def load_tokenizer(target):
     from transformers import AutoTokenizer
 
-    try:
+    with refused(f"--target {target}: its tokenizer does not load"):
         return AutoTokenizer.from_pretrained(target)
-    except Exception as e:  # as above
-        raise UserError(f"--target {target}: its tokenizer does not load ({first_line(e)})") from e
 
 def load_target(target, dtype, layers=None):
     """The frozen causal LM on the CPU, with its first `layers` decoder layers only (None: all).
 
     transformers does the reading, with every renaming and tying it knows; layers that the shortened config
-    does not name are never read from disk, which is also how a drafter gets embedding and head alone
-    (layers=0).
-    """
+    does not name are never read from disk: with layers=0 a drafter gets embedding and head alone."""
     from transformers import AutoModelForCausalLM
     from transformers import logging as transformers_logging
 
@@ -630,16 +606,14 @@ def load_target(target, dtype, layers=None):
     transformers_logging.disable_progress_bar()
     text, whole = load_config(target)
     if layers is not None:
-        for config in {id(c): c for c in (text, whole)}.values():
+        for config in (text, whole):
             if hasattr(config, "num_hidden_layers"):
                 config.num_hidden_layers = layers
             if getattr(config, "layer_types", None):
                 config.layer_types = config.layer_types[:layers]
-    try:
+    with refused(f"--target {target}: does not load", (OSError, ValueError)):
         model, info = AutoModelForCausalLM.from_pretrained(
             target, config=whole, dtype=dtype, output_loading_info=True)
-    except (OSError, ValueError) as e:
-        raise UserError(f"--target {target}: does not load ({first_line(e)})") from e
     if missing := sorted(info["missing_keys"]):
         raise UserError(f"--target {target}: the checkpoint lacks {len(missing)} tensors, {missing[0]} first")
     return model.eval().requires_grad_(False)
@@ -654,8 +628,7 @@ def decoder_layers(model):
     return lists[0]
 
 def frozen_ends(model):
-    """What a drafter takes from its target: embedding and head weights [V, D], and the scalars around
-    them."""
+    """What a drafter takes from its target: embedding and head weights [V, D], the scalars around them."""
     embedding, text = model.get_input_embeddings(), model.config.get_text_config()
     return {"embed": embedding.weight.detach(), "head": model.get_output_embeddings().weight.detach(),
             "embed_scale": float(getattr(embedding, "embed_scale", 1.0)),
@@ -663,8 +636,7 @@ def frozen_ends(model):
 
 def default_taps(n_layers, count):
     """The published rule (z-lab/dflash model.py): from the 2nd to the third-to-last layer, evenly. On a
-    target too shallow for distinct layers that way: all its layers but the last, evenly, and at most one
-    tap a layer."""
+    target too shallow for that: all its layers but the last, evenly, at most one tap each."""
     taps = ([n_layers // 2] if count == 1 else
             [round(1 + i * (n_layers - 4) / (count - 1)) for i in range(count)])
     if len(set(taps)) == len(taps) and min(taps) >= 0 and n_layers >= 4:
@@ -707,8 +679,7 @@ def drafter_config(cfg, text, taps, mask_token_id):
     """The drafter's config.json: all that a serving engine reads, and all that Drafter is built from.
 
     The geometry follows the target; mixture-of-experts and head-256 targets get the published 32/8 heads of
-    128 and an FFN of 3 D. The drafter itself always rotates plainly over the whole head.
-    """
+    128 and an FFN of 3 D. The drafter itself always rotates plainly over the whole head."""
     D, H = text.hidden_size, getattr(text, "num_attention_heads", 32)
     experts = any(getattr(text, k, None) for k in ("num_experts", "num_local_experts", "n_routed_experts"))
     h = getattr(text, "head_dim", None) or D // H
@@ -721,16 +692,14 @@ def drafter_config(cfg, text, taps, mask_token_id):
         raise UserError(f"--heads {H} is not a multiple of --kv-heads {G}")
     if h % 2 or h < 16:
         raise UserError(f"--head-dim {h}: even, and 16 or more")
-    theta = find_rope_theta(text)
-    window = cfg.sliding_window
+    theta, window = find_rope_theta(text), cfg.sliding_window
     full = cfg.full_layers if window else cfg.layers
     kinds = ["sliding_attention"] * (cfg.layers - full) + ["full_attention"] * full
     out = {
         "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": D,
         "intermediate_size": ffn, "num_hidden_layers": cfg.layers, "num_attention_heads": H,
-        "num_key_value_heads": G, "head_dim": h,
-        "hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False, "attention_dropout": 0.0,
-        "vocab_size": text.vocab_size,
+        "num_key_value_heads": G, "head_dim": h, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+        "attention_bias": False, "attention_dropout": 0.0, "vocab_size": text.vocab_size,
         "max_position_embeddings": getattr(text, "max_position_embeddings", None) or cfg.max_length,
         "rope_theta": theta, "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "rope_scaling": None, "layer_types": kinds, "sliding_window": window or None,
@@ -754,9 +723,8 @@ def find_rope_theta(text):
     return float(theta or 1e6)
 
 def rectangles(lengths, limit, launch=2048):
-    """Rows (longest first) -> [(first, last, width)]: rectangles of at most `limit` tokens. One more of
-    them costs its launches, about as much as `launch` tokens of padding, so that it is begun when that
-    much has gathered."""
+    """Rows (longest first) -> [(first, last, width)]: rectangles of at most `limit` tokens. Another one costs
+    its launches, about as much as `launch` tokens of padding: it is begun when that much has gathered."""
     out, first = [], 0
     while first < len(lengths):
         width, last, padding = -(-int(lengths[first]) // 64) * 64, first, 0
@@ -775,8 +743,7 @@ def tap(layers, taps):
         for t in set(taps)]
 
 def listed(tiles):
-    """Tiles [rows, columns] bool -> how many hold something a row, and their columns first, as BlockMask
-    wants them."""
+    """Tiles [rows, columns] bool -> how many a row hold something, their columns first, for a BlockMask."""
     count = tiles.sum(1, dtype=torch.int32)
     order = torch.argsort(tiles.to(torch.int32), dim=1, descending=True, stable=True).to(torch.int32)
     return count[None, None], order[None, None].contiguous()
@@ -796,8 +763,7 @@ def packed_reading(base, layers, cfg, text):
     each decoder layer compiled for that one shape -> a function (begin [S] on the device) -> attention mask.
 
     The masks' tensors are rewritten in place: layers compiled once stay compiled. transformers gives them to
-    flex_attention as they are. UserError for a target that has other layers.
-    """
+    flex_attention as they are. UserError for a target that has other layers."""
     kinds = set(getattr(text, "layer_types", None) or ()) or {"full_attention"}
     if kinds - {"full_attention", "sliding_attention"}:
         raise UserError(f"it has {min(kinds - {'full_attention', 'sliding_attention'})} layers")
@@ -839,8 +805,7 @@ def capture(model, layers, taps, batch, features, mask_of=None):
 
     Tap t is the residual stream after decoder layer t, with no final norm. With mask_of (packed_reading())
     all documents are one row; without, each is a row of its own, padded on the right, so that causal
-    attention needs no mask and recurrent layers leak nothing across documents.
-    """
+    attention needs no mask and recurrent layers leak nothing across documents."""
     device, D, lengths = features.device, features.shape[1] // len(taps), batch["lengths"]
     order, starts = np.argsort(-lengths, kind="stable"), np.cumsum(lengths) - lengths
     caught, hooks = tap(layers, taps)
@@ -870,8 +835,7 @@ def capture(model, layers, taps, batch, features, mask_of=None):
 # ------------------------------------------------------------------------------------------------ drafter
 
 class Linear(nn.Linear):
-    """No bias; an fp32 master, cast to its input's dtype in the graph (autocast there misses the compile
-    cache)."""
+    """No bias; an fp32 master, cast to its input's dtype in the graph: autocast misses the compile cache."""
 
     def __init__(self, inputs, outputs):
         super().__init__(inputs, outputs, bias=False)
@@ -970,8 +934,7 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleList(Layer(D, H, G, h, config["intermediate_size"], eps) for _ in self.kinds)
 
     def initialise(self, seed):
-        """Normal(0, 0.02) as Qwen3's, the two matrices that write to the residual stream smaller with
-        depth."""
+        """Normal(0, 0.02) as Qwen3's, smaller with depth where a matrix writes to the residual stream."""
         draw = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, p in self.named_parameters():
@@ -995,8 +958,7 @@ class Drafter(nn.Module):
         context as above, attends: one function a layer -> [N, B-1, D].
 
         The first layer's matrices meet the mask's row once and not N*(B-1) times; the last layer's never
-        meet slot 0, which drafts nothing.
-        """
+        meet slot 0, which drafts nothing."""
         N, B = anchor.shape[0], self.block
 
         def spread(y):  # [N+1, ...] -> [N*B, ...]
@@ -1019,9 +981,7 @@ def visible(q, kv, start, anchor, S, B, window, causal):
 
     Keys 0..S-1 are context, S..S+Q-1 the draft rows. A block sees its document's context strictly before its
     anchor (at the anchor the feature does not exist yet when serving), in a sliding layer only what is less
-    than `window` behind the row's own position, and its own block: all of it, or in a causal layer up to
-    itself.
-    """
+    than `window` behind the row's own position, and its own block: all, or in a causal layer up to itself."""
     n, k = q // B, q % B
     a = anchor[n]
     context = (kv >= start[n]) & (kv < a)
@@ -1033,12 +993,10 @@ def visible(q, kv, start, anchor, S, B, window, causal):
     return torch.where(kv < S, context, own)
 
 def mask_tiles(start, anchor, S, B, window):
-    """Which 128 x 128 tiles of the mask hold anything, and which are full, by arithmetic on the sorted
-    anchors.
+    """Which 128 x 128 tiles of the mask hold anything, which are full: arithmetic on the sorted anchors.
 
     start, anchor: [N] -> partial, full: bool [Q/128, (S+Q)/128], disjoint. Partial may be too generous (the
-    predicate is evaluated there), full never is. The largest tensor is [Q/128, blocks of a tile, S/128].
-    """
+    predicate is evaluated there), full never is. The largest tensor is [Q/128, blocks of a tile, S/128]."""
     N, device = anchor.shape[0], anchor.device
     tiles = N * B // TILE
     row = torch.arange(tiles, device=device) * TILE
@@ -1056,8 +1014,7 @@ def mask_tiles(start, anchor, S, B, window):
     return torch.cat([some & ~full, own], 1), torch.cat([full, torch.zeros_like(own)], 1)
 
 def block_mask(start, anchor, S, B, window, causal):
-    """The BlockMask of the predicate, built inside the compiled graph: every input that varies is a
-    tensor."""
+    """The BlockMask of the predicate, built inside the compiled graph: all that varies is a tensor."""
     partial, full = mask_tiles(start, anchor, S, B, window)
     Q = anchor.shape[0] * B
     return BlockMask.from_kv_blocks(
@@ -1073,8 +1030,7 @@ def flex_attend(mask):
     return attend
 
 def dense_attend(mask):
-    """Attention with a dense bool mask [Q, T] (None: all visible): small shapes on a CPU, one block when
-    decoding."""
+    """Attention with a dense bool mask [Q, T] (None: all visible): on a CPU, and of one block in decoding."""
     def attend(q, k, v):
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
@@ -1097,13 +1053,10 @@ def attentions(drafter, start, anchor, S):
 # Experiments with the objective belong here.
 
 def slot_weights(ce, valid, loss, gamma):
-    """Weights [n, B-1] of the slots' cross-entropies ce [n, B-1] (float32); valid [n, B-1] bool, a prefix a
-    row.
+    """Weights [n, B-1] of the cross-entropies ce [n, B-1] (float32); valid [n, B-1] bool, a prefix a row.
 
     dflash: exp(-(k-1)/gamma) for slot k (arXiv 2602.06036). dpace (arXiv 2605.18810): with q the draft's
-    probability of the label, smoothed to (q+1)/2, slot j weighs the sum over m >= j of prod over i <= m of
-    q_i.
-    """
+    probability of the label, smoothed to (q+1)/2, slot j weighs the sum over m >= j of q_1 ... q_m."""
     if loss == "dflash":
         return valid * torch.exp(-torch.arange(ce.shape[1], device=ce.device) / gamma)
     prefix = torch.where(valid, 0.5 * torch.exp(-ce) + 0.5, 1.0).cumprod(1) * valid
@@ -1117,8 +1070,7 @@ def head_and_loss(rows, head, labels, valid, loss, gamma, softcap, chunk=CHUNK):
     rows [n, B-1, D], head [V, D], labels and valid [n, B-1] -> ce [n, B-1] float32, weights, hit [n, B-1]
     bool, and d(sum of weights * ce)/d(rows) [n, B-1, D]. chunk: logits at a time. The head is frozen, so that
     the gradient of the rows is all there is to keep: it is made while the logits are at hand and nothing is
-    recomputed in backward.
-    """
+    recomputed in backward."""
     V, slots = head.shape[0], rows.shape[1]
     vocabulary, parts = torch.arange(V, device=head.device, dtype=torch.int32), []
     size = max(1, chunk // V // slots)
@@ -1150,9 +1102,7 @@ def drafter_step(drafter, ends, features, positions, start, anchor, tokens, vali
     features [S, K*D], positions [S], start/anchor [N], tokens/valid [N, B]; ends: frozen_ends() and "rope",
     rotary() of all positions (looked up: cosines made where they are used cost 2% of the step) -> rows
     [N, B-1, D] (requires grad), their gradient (of the weighted sum, divided by nothing), counters [COUNTERS
-    + 2 (B-1)] float32. A feature that is not finite becomes zeros, and the blocks that would see it weigh
-    nothing.
-    """
+    + 2 (B-1)] float32. A feature that is not finite becomes zeros, blocks that would see it weigh nothing."""
     S, B = features.shape[0], tokens.shape[1]
     bad = ~torch.isfinite(features).all(-1)  # [S]
     features = torch.where(bad[:, None], 0, features)
@@ -1214,10 +1164,8 @@ def verify(draft, draft_p, logits, temperature, draw):
     """Lossless verification of one block. draft [B-1], its probabilities [B-1, V] (None: certain), the
     target's logits [B, V] after anchor, draft 1, ... -> (accepted count, next token).
 
-    Greedy: the leading drafts that are the target's argmax. Sampling: draft i is kept with probability min(1,
-    p/q), the first rejection is redrawn from max(p - q, 0), so that the output has the target's distribution
-    (arXiv 2211.17192).
-    """
+    Greedy: the leading drafts that are the target's argmax. Sampling (arXiv 2211.17192): draft i is kept with
+    probability min(1, p/q), the first rejection redrawn from max(p - q, 0): the target's distribution."""
     if not temperature:
         best = logits.argmax(-1)
         n = int((draft == best[:-1]).cumprod(0).sum())
@@ -1244,8 +1192,7 @@ class Reader:
 
     @torch.inference_mode()
     def read(self, tokens, last=0):
-        """Append tokens (list) -> logits [n, V] of the last `last` (0: all); features [n, K*D] of all of
-        them."""
+        """Append tokens (list) -> logits [n, V] of the last `last` (0: all); features [n, K*D] of all."""
         ids = torch.tensor([tokens], device=self.device)
         out = self.model(input_ids=ids, use_cache=True, logits_to_keep=last, **{self.argument: self.cache})
         self.length += len(tokens)
@@ -1259,8 +1206,7 @@ class Reader:
             self.length = length
 
 class Draft:
-    """The drafter with its own cache of context keys and values. zero: with the features blanked, a
-    control."""
+    """The drafter with its own cache of context keys and values. zero: features blanked, a control."""
 
     def __init__(self, drafter, ends, mask_token_id, length, zero=False):
         self.drafter, self.ends, self.mask, self.zero, self.length = drafter, ends, mask_token_id, zero, 0
@@ -1271,8 +1217,7 @@ class Draft:
 
     @torch.inference_mode()
     def __call__(self, tokens, features, temperature, draw):
-        """tokens: all so far, the anchor last; features: of those read since the last call -> pick()'s
-        draft."""
+        """tokens: all so far, the anchor last; features: of those read since the last call -> as pick()."""
         d, B, n, device = self.drafter, self.drafter.block, len(features), features.device
         features = features.to(d.fc.weight.dtype) * (0 if self.zero else 1)
         at = torch.arange(self.length, self.length + n, device=device)
@@ -1303,12 +1248,10 @@ def prompt_lookup(B, back=3):
     return draft
 
 def decode(reader, prompt, new_tokens, end_ids, draft=None, temperature=0.0, draw=None, forced=None):
-    """Decode up to new_tokens after prompt (list of ids), alone or with draft -> (tokens, accepted a round,
-    logits).
+    """Decode up to new_tokens after prompt (ids), alone or with draft -> (tokens, accepted a round, logits).
 
     logits: one [V] row a token, those it was chosen by. forced: read these tokens instead of the chosen ones.
-    An accepted length counts the drafts kept plus the target's own token, up to the end token and the limit.
-    """
+    An accepted length counts the drafts kept and the target's own token, up to end token and limit."""
     reader.start()
     logits = reader.read(prompt, last=1)
     out = [int(pick(logits, temperature, draw)[0]) if forced is None else forced[0]]
@@ -1336,8 +1279,7 @@ def lossless(reader, prompt, spec, spec_logits, plain, plain_logits):
 
     The reference is one-token decoding of the very prefix that was decoded: the plain run where it is the
     same, a run forced along the same tokens otherwise. noise: where both choose the same token, the largest
-    difference between its logit read in a block and read alone.
-    """
+    difference between its logit read in a block and read alone."""
     if spec != plain[: len(spec)]:
         plain_logits = decode(reader, prompt, len(spec), (), forced=spec)[2]
     one, block = torch.stack(plain_logits[: len(spec)]).float(), torch.stack(spec_logits).float()
@@ -1347,26 +1289,20 @@ def lossless(reader, prompt, spec, spec_logits, plain, plain_logits):
     return int((gaps > 0).sum()), float(gaps.max()), float(noise.max())
 
 def read_prompts(path, tokenizer, limit):
-    """JSONL of {"prompt": text} or {"messages": [...]} (a last assistant turn is left out) -> lists of
-    ids."""
+    """JSONL of {"prompt": text} or {"messages": [...]}, a last assistant turn left out -> lists of ids."""
     prompts = []
-    try:
+    with refused(f"--prompts {path}: cannot be read", (OSError, UnicodeDecodeError)):
         lines = Path(path).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"--prompts {path}: cannot be read ({first_line(e)})") from e
     for number, line in enumerate(lines, 1):
         if not line.strip() or len(prompts) == limit:
             continue
-        try:
+        where = f"--prompts {path}, line {number}: no prompt, no messages"
+        with refused(where, (ValueError, TypeError, AttributeError)):
             row = json.loads(line)
             turns = clean_messages([{"role": "user", "content": row["prompt"]}] if "prompt" in row else
                                    row.get("messages"))
-        except (ValueError, TypeError, AttributeError) as e:
-            raise UserError(f"--prompts {path}, line {number}: no prompt, no messages "
-                            f"({first_line(e)})") from e
         turns = turns[:-1] if turns[-1]["role"] == "assistant" else turns
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        prompts.append(tokenizer(text, add_special_tokens=False)["input_ids"])
+        prompts.append(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
     if not prompts:
         raise UserError(f"--prompts {path}: no prompt in it")
     return prompts
@@ -1375,23 +1311,19 @@ def held_out_prompts(documents, limit):
     """The held-out chats up to their first reply -> lists of ids."""
     order = documents.held_out[0]
     chosen = rng(0, len(order)).permutation(order)[:limit].tolist()
-    rows = documents.rows.with_format("numpy")[chosen] if chosen else {"input_ids": [], "loss_mask": []}
-    return [ids[: mask.argmax()].tolist() for ids, mask in zip(rows["input_ids"], rows["loss_mask"])
-            if mask.argmax()]
+    rows = documents.rows.with_format("numpy").select(chosen)
+    prompts = [row["input_ids"][: row["loss_mask"].argmax()].tolist() for row in rows]
+    return [prompt for prompt in prompts if prompt]
 
-def compare_decoding(model, taps, drafts, prompts, cfg, end_ids, tell=say):
-    """Decode every prompt plainly and with each of `drafts` (name -> function: length -> draft), batch 1.
-
-    Returns {"plain" and each name: {"runs": [(tokens, rounds, seconds)], "differ", "gap", "noise" of
-    lossless()}}.
-    """
-    device = model.device
+def compare_decoding(model, taps, drafts, prompts, cfg, end_ids):
+    """Decode every prompt plainly and with each of `drafts` (name -> function: length -> draft), batch 1 ->
+    {"plain" and each name: {"runs": [(tokens, rounds, seconds)], "differ", "gap", "noise" of lossless()}}."""
     results = {name: {"runs": [], "differ": 0, "gap": 0.0, "noise": 0.0} for name in ("plain", *drafts)}
     plain_reader, reader = Reader(model, ()), Reader(model, taps)
 
     def timed(name, prompt, new_tokens, seed):
         draft = drafts[name](len(prompt) + new_tokens + cfg.block + 1) if name != "plain" else None
-        draw = torch.Generator(device=device).manual_seed(seed)
+        draw = torch.Generator(device=model.device).manual_seed(seed)
         begin = time.perf_counter()
         out, rounds, logits = decode(reader if draft else plain_reader, prompt, new_tokens, end_ids, draft,
                                      cfg.temperature, draw)  # ends with tokens on the host: none pending
@@ -1399,24 +1331,22 @@ def compare_decoding(model, taps, drafts, prompts, cfg, end_ids, tell=say):
 
     for name in results:
         timed(name, prompts[0], 2 * cfg.block, 0)  # first calls load kernels: nobody's time
-    for i, prompt in enumerate(prompts):
-        plain, plain_logits = timed("plain", prompt, cfg.new_tokens, cfg.seed + i)
-        results["plain"]["runs"].append(plain)
-        for name in drafts:
-            run, logits = timed(name, prompt, cfg.new_tokens, cfg.seed + i)
-            r = results[name]
+    for i, prompt in enumerate(prompts, 1):
+        for name, r in results.items():
+            run, logits = timed(name, prompt, cfg.new_tokens, cfg.seed + i - 1)
             r["runs"].append(run)
-            if not cfg.temperature:
-                differ, gap, noise = lossless(plain_reader, prompt, run[0], logits, plain[0], plain_logits)
+            if name == "plain":
+                plain = run[0], logits
+            elif not cfg.temperature:
+                differ, gap, noise = lossless(plain_reader, prompt, run[0], logits, *plain)
                 r.update(differ=r["differ"] + differ, gap=max(r["gap"], gap), noise=max(r["noise"], noise))
-        if (i + 1) % 8 == 0 and i + 1 < len(prompts):
-            tell(f"  {i + 1}/{len(prompts)} prompts decoded, accepted a round so far: " + ", ".join(
+        if i % 8 == 0 and i < len(prompts):
+            say(f"  {i}/{len(prompts)} prompts decoded, accepted a round so far: " + ", ".join(
                 f"{name} {mean_accepted(results[name]['runs']):.2f}" for name in drafts))
     return results
 
 def mean_accepted(runs):
-    """Tokens after the first over rounds: what real decoding accepts a round, the target's own token
-    included."""
+    """Tokens after the first over rounds: what decoding accepts a round, the target's own token included."""
     rounds = [n for _, r, _ in runs for n in r]
     return sum(rounds) / len(rounds) if rounds else float("nan")
 
@@ -1437,18 +1367,16 @@ def decoding_table(results, block, end_ids):
         else:
             accepted = "".join(f"{v[k]:11.2f}" for k in ("accepted", "finished", "unfinished"))
             lines.append(f"{name:16}{accepted}{rate:11.1f}{v['speedup']:11.2f}{r['differ']:11}")
-    name = list(results)[1]
-    counts = Counter(n for _, r, _ in results[name]["runs"] for n in r)
-    total = max(counts.total(), 1)
-    lines.append(f"accepted a round, {name}: "
-                 + "  ".join(f"{n}: {counts[n] / total:.0%}" for n in range(1, block + 1)))
+    counts = Counter(n for _, rounds, _ in results["drafter"]["runs"] for n in rounds)
+    shares = (f"{n}: {counts[n] / max(counts.total(), 1):.0%}" for n in range(1, block + 1))
+    lines.append(f"accepted a round, drafter: {'  '.join(shares)}")
     return lines, {**values, "histogram": [counts[n] for n in range(1, block + 1)]}
 
 def judge_lossless(results, exact):
     """(ok, one line): did drafting change the output, and is that within what is allowed."""
-    differ, tokens = (sum(x) for x in zip(*((r["differ"], sum(len(o) for o, *_ in r["runs"]))
-                                            for r in list(results.values())[1:])))
-    gap, noise = (max(r[k] for r in results.values()) for k in ("gap", "noise"))
+    drafted = [r for name, r in results.items() if name != "plain"]
+    differ, tokens = sum(r["differ"] for r in drafted), sum(len(o) for r in drafted for o, *_ in r["runs"])
+    gap, noise = (max(r[k] for r in drafted) for k in ("gap", "noise"))
     ok = differ == 0 if exact else gap <= 2 * noise and differ <= 0.02 * tokens
     rule = "none may in float32" if exact else (
         f"up to 2% may by a logit gap of {2 * noise:.3f}, twice the noise between reading in a block and "
@@ -1467,16 +1395,13 @@ def export(folder, config, state):
     (Path(folder) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 def read_drafter(folder):
-    """An exported folder -> (config, state dict). Both styles of published config are understood.
-    UserError."""
+    """An exported folder -> (config, state dict), in both styles of published config. UserError."""
     from safetensors.torch import load_file
 
-    try:
+    with refused(f"{folder}: no drafter there"):  # safetensors' own error is no ValueError
         config = json.loads((Path(folder) / "config.json").read_text())
         config = {k: v for k, v in config.items() if v is not None}  # a null says no more than an absence
         state = load_file(Path(folder) / "model.safetensors")
-    except Exception as e:  # safetensors' own error is no ValueError
-        raise UserError(f"{folder}: no drafter there ({first_line(e)})") from e
     inner = config.setdefault("dflash_config", {})
     for key in ("block_size", "mask_token_id", "target_layer_ids"):
         found = [v for v in (config.get(key), inner.get(key)) if v is not None]
@@ -1699,7 +1624,7 @@ def target_worker(seat, job, stop):
     _, _, pairs = connect(seat, job.meeting, cfg.stall_timeout)
     base = load_target(cfg.target, compute_dtype(seat.device), max(taps) + 1).base_model.to(seat.device)
     layers = decoder_layers(base)
-    buffers, sent = [feature_buffer(job, seat.device) for _ in range(2)], [None, None]
+    buffers, sent = [feature_buffer(job, seat.device) for _ in range(2)], {}
     mask_of = None
     if cuda:
         mask_of = fast_reading(base, layers, taps, job, buffers[0], itself if seat.index else say)
@@ -1714,8 +1639,8 @@ def target_worker(seat, job, stop):
         if not batch["blocks"]:  # the drafter knows it too
             continue
         seat.waits()
-        if sent[turn] is not None:  # the buffer is free once its last message has left
-            sent[turn].synchronize() if cuda else sent[turn].wait()
+        if turn in sent:
+            sent[turn]()  # the buffer is free once its last message has left
         seat.moves()
         capture(base, layers, taps, batch, buffers[turn], mask_of)
         header, group = pairs[seat.index, i % seat.D]
@@ -1724,14 +1649,14 @@ def target_worker(seat, job, stop):
         seat.waits()
         dist.send(header_of(batch, buffers[turn]), seat.T + i % seat.D, header)
         with torch.cuda.stream(wire):  # None on a CPU: then this does nothing
-            sent[turn] = dist.isend(buffers[turn], seat.T + i % seat.D, group)
+            message = dist.isend(buffers[turn], seat.T + i % seat.D, group)
+            sent[turn] = message.wait
             if cuda:
-                sent[turn].wait()  # on the wire's stream, not on the host
-                sent[turn] = wire.record_event()
+                message.wait()  # on the wire's stream, not on the host
+                sent[turn] = wire.record_event().synchronize
         turn = 1 - turn
-    for work in sent:
-        if work is not None:
-            work.synchronize() if cuda else work.wait()
+    for wait in sent.values():
+        wait()
     return {}
 
 # ------------------------------------------------------------------------------------------ drafter worker
@@ -1749,38 +1674,33 @@ def to_device(batch, device):
 def open_tracker(cfg, out):
     """-> a function (kind, values) that logs to Weights & Biases. Training never depends on it: its first
     failure is said, and from there it does nothing."""
-    run = []
-    def attempt(action):
+    run, off = None, not cfg.wandb
+
+    def track(kind, values):
+        nonlocal run, off
+        if off:
+            return
         try:
-            action()
+            if run is None:
+                import wandb
+                file = out / "wandb_id"
+                if not file.exists():
+                    atomic_write(file, os.urandom(4).hex())
+                mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
+                run = wandb.init(project=cfg.wandb, id=file.read_text().strip(), resume="allow", dir=out,
+                                 mode=mode, config=dataclasses.asdict(cfg))
+            flat = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, (int, float))}
+            by_slot = enumerate(values.get("position_accuracy") or (), 1)
+            run.log({**flat, **{f"{kind}/accuracy_{k}": v for k, v in by_slot}, "step": values["step"]})
+            if kind == "end":
+                run.finish()
         except Exception as e:  # whatever the tracker does, training goes on; it is said here
             say(f"wandb is off from here ({type(e).__name__}: {first_line(e)})")
-            run.clear()
-
-    def start():
-        import wandb
-        file = out / "wandb_id"
-        if not file.exists():
-            atomic_write(file, os.urandom(4).hex())
-        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
-        run.append(wandb.init(project=cfg.wandb, id=file.read_text().strip(), resume="allow", dir=out,
-                              mode=mode, config=dataclasses.asdict(cfg)))
-
-    def log(kind, values):
-        flat = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, (int, float))}
-        flat |= {f"{kind}/accuracy_{k}": v for k, v in enumerate(values.get("position_accuracy") or (), 1)}
-        if run:
-            attempt(lambda: run[0].log(flat | {"step": values["step"]}))
-            if kind == "end" and run:
-                attempt(run[0].finish)
-
-    if cfg.wandb:
-        attempt(start)
-    return log
+            off = True
+    return track
 
 def drafter_worker(seat, job, stop):
-    """The training loop, open. Every drafter walks the same steps; drafter 0 also tells, saves and
-    exports."""
+    """The training loop, open. Every drafter walks the same steps; drafter 0 also tells, saves, exports."""
     cfg, config, device, D, A = job.cfg, job.config, seat.device, seat.D, job.cfg.accumulation
     lead, both, cuda, out = seat.index == 0, seat.role == "both", seat.device == "cuda", job.out
     taps, mask_token_id = (config["dflash_config"][k] for k in ("target_layer_ids", "mask_token_id"))
@@ -1828,7 +1748,7 @@ def drafter_worker(seat, job, stop):
         optimizer.load_state_dict(saved["optimizer"])
     del saved, model
 
-    writing, kept = {"thread": None, "error": None}, {}  # kept: pinned host copies of weights and moments
+    kept = {}  # pinned host copies of weights and moments
 
     def keep_room():
         """Pinning takes seconds for each 10 GiB: done while the graph compiles, no save waits for it."""
@@ -1891,8 +1811,7 @@ def drafter_worker(seat, job, stop):
             times[name] += 1e3 * (time.perf_counter() - begin)
 
     def fetch():
-        """The next micro-batch of this drafter, its features under way or there. None at the end of the
-        run."""
+        """The next micro-batch of this drafter, its features under way or there. None: the run is over."""
         kind, i = next(mine, (None, None))
         if kind is None:
             return None
@@ -1940,12 +1859,19 @@ def drafter_worker(seat, job, stop):
         record(write_metric, kind, step=step, micro_batches=m, **values)
         track(kind, {"step": step, **values})
 
+    writer, under_way = ThreadPoolExecutor(1), []  # (step, save), one at most
+
     def finish_save():
-        if writing["thread"]:
-            writing["thread"].join()
-            if writing["error"]:
-                say(f"a save failed, training goes on and the next save tries again: {writing['error']}")
-            writing["thread"] = None
+        """Await the save under way -> why it failed, which is said, or None."""
+        if not under_way:
+            return None
+        at, save = under_way.pop()
+        error = save.exception()
+        if error:  # torch has words of its own for a full disk, so the room on it is said
+            free = gib(shutil.disk_usage(out).free)
+            error = f"step {at}, {free:.1f} GiB are free there: {first_line(error)}"
+            say(f"a save failed, training goes on and the next save tries again: {error}")
+        return error
 
     def save():
         """Copy to the host now, write behind: the GPU goes on while the disk writes."""
@@ -1960,7 +1886,6 @@ def drafter_worker(seat, job, stop):
             return
         finish_save()
         pinning.join()
-        writing["error"] = None
 
         def on_host(tensors, name):
             for k, v in tensors.items():
@@ -1977,16 +1902,11 @@ def drafter_worker(seat, job, stop):
                    "drafters": D, "identity": job.identity, "versions": versions()}
 
         def write(step=step):
-            try:
-                if cuda:
-                    copied.synchronize()
-                write_checkpoint(out, step, config, masters, trainer, cfg.keep)
-            except Exception as e:  # torch and safetensors have errors of their own for a full disk
-                free = gib(shutil.disk_usage(out).free)
-                writing["error"] = f"step {step}, {free:.1f} GiB are free there: {first_line(e)}"
+            if cuda:
+                copied.synchronize()
+            write_checkpoint(out, step, config, masters, trainer, cfg.keep)
 
-        writing["thread"] = threading.Thread(target=write)
-        writing["thread"].start()
+        under_way.append((step, writer.submit(write)))
         tell("save", "", checkpoint=f"step-{step:08d}")
 
     seat.waits()
@@ -2060,8 +1980,7 @@ def drafter_worker(seat, job, stop):
             line = (f"step {step:{len(str(steps_total))}}/{steps_total}  loss {values['loss']:.4f}  "
                     f"accept {values['accept_len']:.3f}  lr {rate:.1e}  norm {norm:.2f}  "
                     f"{values['tokens_per_s']:,.0f} tok/s  {values['ms']:.0f} ms (wait "
-                    f"{values['wait_ms']:.0f})"
-                    f"  {values['mem_gib']:.1f} GiB  eta {span(values['eta_s'])}")
+                    f"{values['wait_ms']:.0f})  {values['mem_gib']:.1f} GiB  eta {span(values['eta_s'])}")
             for i, bad in spoilt if c[6] else ():
                 if places := bad.nonzero()[:, 0].tolist():
                     x = micro_batch(job.documents, cfg, i)
@@ -2109,11 +2028,11 @@ def drafter_worker(seat, job, stop):
     if agreement is not None:
         agreement.wait()  # a peer may still be in it
     if lead:
-        finish_save()
+        error = finish_save()
         tell("end", "", status="finished" if m >= total else "stopped", seconds=time.perf_counter() - begin,
              **{f"eval_{k}": v for k, v in last_eval.items()})
-        if writing["error"]:
-            raise OSError(f"the last checkpoint is missing: {writing['error']}")
+        if error:
+            raise OSError(f"the last checkpoint is missing: {error}")
         if m >= total:
             made = Path(tempfile.mkdtemp(prefix=".export.", dir=out))
             export(made, config, drafter.state_dict())
@@ -2138,8 +2057,8 @@ def decoding_worker(seat, cfg, folder, documents, controls, stop):
                         "to before a rejected draft")
     if text.hidden_size != config["hidden_size"] or text.num_hidden_layers <= max(taps):
         raise UserError(f"{folder} is no drafter for {cfg.target}: it wants width {config['hidden_size']} "
-                        "and taps "
-                        f"{taps}, there are width {text.hidden_size} and {text.num_hidden_layers} layers")
+                        f"and taps {taps}, there are width {text.hidden_size} and {text.num_hidden_layers} "
+                        "layers")
     cfg = dataclasses.replace(cfg, block=config["block_size"])
     prompts = (read_prompts(cfg.prompts, tokenizer, cfg.num_prompts) if cfg.prompts else
                held_out_prompts(documents, cfg.num_prompts))
@@ -2194,11 +2113,9 @@ def byte_tokenizer():
     """Ids 0-255 are the bytes themselves, 256-259 the special tokens; made in memory, from no file."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    own = {c: ord(c) for c in alphabet if ord(c) < 256}  # printable bytes stand for themselves
-    moved = zip(alphabet[len(own):], sorted(set(range(256)) - set(own.values())))
-    tokenizer = Tokenizer(models.BPE(vocab=own | dict(moved), merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab={c: b for b, c in bytes_to_unicode().items()}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIALS.values()))
@@ -2206,8 +2123,7 @@ def byte_tokenizer():
                                    clean_up_tokenization_spaces=False, **SPECIALS)
 
 def demo_chats(seed, count):
-    """Chats of which no two replies share a run of 24 bytes, so that no held-out reply was seen in
-    training."""
+    """Chats of which no two replies share a run of 24 bytes: no held-out reply was seen in training."""
     draw, rows, seen = random.Random(seed), [], set()
     while len(rows) < count:
         # no symbol twice in a prompt: the word just spelled out tells where to read on
@@ -2218,8 +2134,8 @@ def demo_chats(seed, count):
         runs = {reply[i: i + 24] for i in range(len(reply) - 23)}
         if seen.isdisjoint(runs):
             seen |= runs
-            turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]
-            rows.append({"messages": turns})
+            rows.append({"messages": [{"role": "user", "content": prompt},
+                                      {"role": "assistant", "content": reply}]})
     return rows
 
 def teach_worker(seat, folder, seed, stop, steps=420, rate=3e-3):
@@ -2228,12 +2144,12 @@ def teach_worker(seat, folder, seed, stop, steps=420, rate=3e-3):
 
     tokenizer, draw = byte_tokenizer(), random.Random(seed)
     torch.manual_seed(seed)
-    ids = {k.replace("token", "token_id"): tokenizer.convert_tokens_to_ids(v) for k, v in SPECIALS.items()}
-    ids.pop("mask_token_id")
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=264, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=512, tie_word_embeddings=True,
-        initializer_range=0.05, **ids)).to(seat.device)  # 0.02 suits wider models and learns slowly here
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id, initializer_range=0.05,  # 0.02 suits wider models, slow here
+    )).to(seat.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
     jsonl = (folder.parent / "chats.jsonl").read_text().splitlines()
     columns = tokenise_rows({"jsonl": jsonl}, tokenizer, 264, 512, 0.0)
@@ -2275,8 +2191,7 @@ def make_demo(cfg, out, seat, stop):
     return dataclasses.replace(cfg, target=str(target), data=(str(chats),))
 
 def show_demo(cfg, given, out, begin, stop):
-    """Decode held-out prompts with the new drafter and its controls, and say what came of it -> (code,
-    reason)."""
+    """Decode held-out prompts with the new drafter and its controls, say what came out -> (code, reason)."""
     cfg = dataclasses.replace(cfg, evaluate=str(out), new_tokens=128)
     code, reason, values = evaluate(cfg, given, stop, controls=True)
     if code == DONE:
@@ -2387,8 +2302,7 @@ def run_workers(works, stop, patient=True, stall=math.inf):
             link.close()
 
 def choose_device(cfg, named):
-    """cuda or cpu. GPU flags without usable CUDA are refused with torch's own reason, never bent to the
-    CPU."""
+    """cuda or cpu. GPU flags without usable CUDA are refused with torch's reason, never bent to the CPU."""
     if cfg.device == "cpu" or (cfg.device == "auto" and not named and not torch.cuda.device_count()):
         return "cpu"
     if not cfg.plan and not torch.cuda.device_count():
@@ -2402,23 +2316,22 @@ def choose_device(cfg, named):
 def take_seats(cfg, out):
     """-> [Seat] from --target-gpus and --drafter-gpus; without them the last 3/8 of the GPUs train, a
     single GPU does both. Equal lists are colocated. On a CPU the numbers count processes."""
-    lists = {"--target-gpus": int_list(cfg.target_gpus, "--target-gpus"),
-             "--drafter-gpus": int_list(cfg.drafter_gpus, "--drafter-gpus")}
-    targets, drafters = lists.values()
+    targets = int_list(cfg.target_gpus, "--target-gpus")
+    drafters = int_list(cfg.drafter_gpus, "--drafter-gpus")
     device = choose_device(cfg, targets or drafters)
     count = torch.cuda.device_count() if device == "cuda" else 1
     if cfg.plan and device == "cuda":  # a plan assumes the GPUs that are named, or eight
         count = max([count, *(g + 1 for g in targets + drafters)]) or 8
-    for name, gpus in lists.items():
-        shown = f"{name} {','.join(map(str, gpus))}"
+    for name, gpus in (("--target-gpus", targets), ("--drafter-gpus", drafters)):
+        shown, last = f"{name} {','.join(map(str, gpus))}", max(gpus, default=-1)
         if len(set(gpus)) != len(gpus) or any(g < 0 for g in gpus):
             raise UserError(f"{shown}: give each once, from 0")
-        if device == "cuda" and gpus and max(gpus) >= count:
+        if device == "cuda" and last >= count:
             before = json.loads((out / "config.json").read_text()) if (out / "config.json").exists() else {}
-            if max(gpus) in before.get("gpus", ()):
-                raise RuntimeError(f"{shown}: GPU {max(gpus)} was there at the last attempt, now there are "
-                                   f"{count}")
-            raise UserError(f"{shown}: there is no GPU {max(gpus)}, this machine has {count}")
+            if last in before.get("gpus", ()):
+                raise RuntimeError(
+                    f"{shown}: GPU {last} was there at the last attempt, now there are {count}")
+            raise UserError(f"{shown}: there is no GPU {last}, this machine has {count}")
     if set(targets) & set(drafters) and set(targets) != set(drafters):
         raise UserError(f"--target-gpus {cfg.target_gpus} and --drafter-gpus {cfg.drafter_gpus} overlap in "
                         "part: keep them apart, or make them equal (each then does both in turn)")
@@ -2489,17 +2402,15 @@ def predict_rates(cfg, config, counts, documents, gpu):
     return tokens * 0.55 * peak / capture, tokens * 0.60 * peak / step
 
 def print_plan(cfg, config, seats, documents, total, size):
-    taps, group = config["dflash_config"]["target_layer_ids"], seats[-1].D * cfg.accumulation
-    counts, bins = parameters_of(cfg.target, taps), len(documents.train[1]) - 1
-    H, G, h, ffn = (config[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim",
-                                        "intermediate_size"))
+    taps, (T, D) = config["dflash_config"]["target_layer_ids"], (seats[0].T, seats[0].D)
+    group, bins = D * cfg.accumulation, len(documents.train[1]) - 1
+    counts, heads = parameters_of(cfg.target, taps), config["num_attention_heads"]
     say(f"target {cfg.target}: {counts[0] / 1e6:,.1f} M parameters, {counts[1] / 1e6:,.1f} M on its GPU, "
-        f"taps {taps}\n"
-        f"drafter: {size / 1e6:,.1f} M parameters, {cfg.layers} layers, heads {H}/{G} of {h}, FFN {ffn}\n"
+        f"taps {taps}\ndrafter: {size / 1e6:,.1f} M parameters, {cfg.layers} layers, heads {heads}/"
+        f"{config['num_key_value_heads']} of {config['head_dim']}, FFN {config['intermediate_size']}\n"
         f"micro-batch: {cfg.tokens} context tokens, {cfg.anchors} anchors x block {cfg.block} = "
         f"{cfg.anchors * cfg.block} draft rows\n{documents.report}\n"
-        f"{bins} micro-batches an epoch = {-(-bins // group)} steps of {seats[-1].D} drafters x "
-        f"{cfg.accumulation}\n"
+        f"{bins} micro-batches an epoch = {-(-bins // group)} steps of {D} drafters x {cfg.accumulation}\n"
         f"{total} micro-batches in all = {-(-total // group)} steps\n"
         "who sits where, with the predicted memory in GiB:")
     for seat in seats:
@@ -2508,8 +2419,7 @@ def print_plan(cfg, config, seats, documents, total, size):
             + " + ".join(f"{k} {gib(v):.2f}" for k, v in parts.items()))
     if seats[0].device == "cuda":
         gpu = torch.cuda.get_device_name() if torch.cuda.device_count() else "H200"
-        a, b = predict_rates(cfg, config, counts, documents, gpu)
-        T, D, n = seats[0].T, seats[0].D, len(seats)
+        (a, b), n = predict_rates(cfg, config, counts, documents, gpu), len(seats)
         if seats[0].role == "both":
             rate = f"both in turn {n / (1 / a + 1 / b):,.0f}"
         else:
@@ -2546,20 +2456,21 @@ def take_folder(out):
 
 def evaluate(cfg, given, stop, controls=False):
     """--evaluate RUN_OR_EXPORT -> (exit code, reason, numbers). A run names its target and data itself."""
-    path = Path(cfg.evaluate).resolve()
-    run = next((p for p in (path, path.parent, path.parent.parent) if (p / "config.json").exists()
-                and "argv" in json.loads((p / "config.json").read_text())), None)
-    folder = path
-    if run == path:
-        folder = path / "export" if (path / "export" / "config.json").exists() else find_checkpoint(path)
-    if not path.exists() or folder is None:
-        problem = "no complete checkpoint there yet" if path.exists() else "no such folder"
-        raise UserError(f"--evaluate {cfg.evaluate}: {problem}")
-    if run:
-        of_run = json.loads((run / "config.json").read_text())["config"]
-        of_run = {k: tuple(v) if isinstance(v, list) else v for k, v in of_run.items()}
+    path = folder = Path(cfg.evaluate).resolve()
+    if not path.exists():
+        raise UserError(f"--evaluate {cfg.evaluate}: no such folder")
+    for run in (path, path.parent, path.parent.parent):
+        written = json.loads((run / "config.json").read_text()) if (run / "config.json").exists() else {}
+        if "argv" not in written:  # a run's; a drafter's has none
+            continue
+        if run == path:
+            folder = path / "export" if (path / "export" / "config.json").exists() else find_checkpoint(path)
         keys = {"target", "data", "seed", "tokens", "max_length", "eval_fraction"} - given
-        cfg = dataclasses.replace(cfg, **{k: of_run[k] for k in keys})
+        of_run = {k: written["config"][k] for k in keys}
+        cfg = dataclasses.replace(cfg, **{k: tuple(v) if k == "data" else v for k, v in of_run.items()})
+        break
+    if folder is None:
+        raise UserError(f"--evaluate {cfg.evaluate}: no complete checkpoint there yet")
     if not cfg.target or not (cfg.prompts or cfg.data):
         raise UserError(f"--evaluate {cfg.evaluate}: the folder is no run's, give --target and --prompts")
     vocab = load_config(cfg.target)[0].vocab_size
