@@ -546,8 +546,7 @@ def blocks_of(ids, supervised, begin, end, N, B, draw):
 
     Token t is eligible when t and t+1 lie in one document and both are supervised: t is then an anchor that
     decoding reaches, and slot 1 has a label. Drawn without replacement, uniformly over the micro-batch,
-    sorted (dense tiles). A label counts up to the first slot beyond the document or unsupervised: there
-    decoding ends."""
+    sorted (dense tiles). A label counts up to the first slot beyond its document or unsupervised."""
     eligible = np.flatnonzero(supervised[:-1] & supervised[1:] & (end[:-1] == end[1:]))
     real = min(N, len(eligible))
     anchor = np.sort(draw.choice(eligible, real, replace=False)) if real else eligible
