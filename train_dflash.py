@@ -1291,7 +1291,9 @@ def read_prompts(path, tokenizer, limit):
     """JSONL of {"prompt": text} or {"messages": [...]}, a last assistant turn left out -> lists of ids."""
     prompts = []
     with refused(f"--prompts {path}: cannot be read", (OSError, UnicodeDecodeError)):
-        lines = Path(path).read_text().splitlines()
+        lines = Path(path).read_text().split("\n")  # not splitlines(): a text may hold U+2028
+    if not tokenizer.chat_template:
+        raise UserError(f"--prompts {path}: the target's tokenizer has no chat template")
     for number, line in enumerate(lines, 1):
         if not line.strip() or len(prompts) == limit:
             continue
@@ -1548,7 +1550,7 @@ def connect(seat, meeting, timeout):
     drafters' gradient group, {(t, d): (header group, feature group)})."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: nothing listens beyond it
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    wait = timedelta(seconds=timeout + 30)  # main, which can name who hangs, is to notice first
+    wait = timedelta(seconds=timeout + min(timeout, 30))  # main, which can name who hangs, notices first
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=seat.rank, world_size=seat.world,
                             timeout=wait)
     fast = "nccl" if seat.device == "cuda" else "gloo"
@@ -1730,10 +1732,11 @@ def drafter_worker(seat, job, stop):
     ends, base = frozen_ends(model), model.base_model if both else None
     layers = decoder_layers(base) if both else None
     drafter = Drafter(config)
-    drafter.initialise(cfg.seed)
     saved = torch.load(f"{job.checkpoint}/trainer.pt", "cpu", mmap=True) if job.checkpoint else None
     if saved:
         drafter.load_state_dict(saved["masters"])
+    else:
+        drafter.initialise(cfg.seed)
     ends["rope"] = rotary(torch.arange(cfg.max_length + cfg.block, device=device), drafter.theta, drafter.h)
     parameters = list(drafter.to(device).parameters())
     size = sum(p.numel() for p in parameters)
