@@ -1,4 +1,5 @@
 """Faults of a long run, in real processes on the CPU: python -m pytest tests/test_faults.py"""
+import contextlib
 import json
 import os
 import random
@@ -183,3 +184,37 @@ def test_anything_lost_in_the_run_folder(tiny, tmp_path):
     stdout, _ = run(tiny, out, "--max-steps", 4, env={"HF_DATASETS_CACHE": str(tmp_path / "elsewhere")})
     assert "going on from step-00000002" in stdout
     assert all(torch.equal(v, want[k]) for k, v in masters(out).items()) and (out / "export").exists()
+
+def test_killed_in_every_phase(tiny, tmp_path):
+    """Catches a moment at which kill -9 costs more than the steps since the last save: one run is killed in
+    each phase of its heartbeat, workers and all, and ends with the bits of the run that nobody disturbed;
+    at last it goes on as three processes, from the same micro-batch, and says what changed."""
+    flags = ("--max-steps", 12, "--accumulation", 2, "--save-every", 3, "--eval-every", 3)
+    out = tmp_path / "run"
+    calm = run(tiny, tmp_path / "calm", *flags)[0]
+    for phase in ("preparing", "loading", "compiling", "training", "evaluating", "saving"):
+        process, beat = start(tiny, out, *flags), out / "heartbeat.json"
+
+        def reached(phase=phase, beat=beat, pid=process.pid):
+            found = json.loads(beat.read_text()) if beat.exists() else {}
+            if found.get("phase") != phase or not psutil.pid_exists(found["pid"]):
+                return False
+            return pid in (found["pid"], psutil.Process(found["pid"]).ppid())
+
+        until(lambda p=process, r=reached: p.poll() is not None or r())
+        tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        for p in random.sample(tree, len(tree)):
+            with contextlib.suppress(psutil.NoSuchProcess):  # a worker goes with its parent
+                p.kill()
+        finish(process)
+    shutil.copytree(out, tmp_path / "wider")
+    run(tiny, out, *flags)
+    assert all(torch.equal(v, masters(tmp_path / "calm")[k]) for k, v in masters(out).items())
+    lines = {r["step"]: r for r in metrics(out, "train")}  # the last word on each step
+    for r in metrics(tmp_path / "calm", "train"):
+        assert all(lines[r["step"]][k] == r[k] for k in ("micro_batches", "lr", "loss", "blocks")), r["step"]
+    stdout, _ = run(tiny, tmp_path / "wider", *flags[:2], "--accumulation", 1, "--device", "cpu",
+                    "--target-gpus", 0, "--drafter-gpus", "1,2", *flags[4:])
+    assert "drafters 1 -> 2, accumulation 2 -> 1" in stdout and "going on from" not in calm
+    for k, v in masters(tmp_path / "wider").items():
+        assert torch.allclose(v, masters(out)[k], rtol=1e-4, atol=2e-5), k
