@@ -40,7 +40,8 @@ def soak(home, steps, save_every, draw):
     undisturbed, begin, kills, seen = time.monotonic() - begin, time.monotonic(), 0, 0
     process = subprocess.Popen(
         [sys.executable, str(SUPERVISE), "--run-dir", str(out), "--backoff", "0.2", "--backoff-cap", "0.2",
-         "--rate", "1000000", "--lifetime", "1000000", "--", *trainer(tiny, *flags)], stdout=subprocess.DEVNULL)
+         "--rate", "1000000", "--lifetime", "1000000", "--", *trainer(tiny, *flags)],
+        stdout=subprocess.DEVNULL)
     while process.poll() is None:
         time.sleep(0.02)
         if newest(out) <= seen or newest(out) >= steps:
