@@ -38,25 +38,25 @@ from pathlib import Path
 import psutil
 
 OPTIONS = (  # name, default, what it is; seconds where nothing else is said
-    ("run-dir", "", "RUN; none: the command's --out, else runs/<script>-<6 hex of the command>"),
+    ("run-dir", "", "RUN; none: the command's --out, else runs/<script>-<6 hex of it>"),
     ("step-regex", "", "finds the step (group 1) and the total (group 2) in a line of output"),
     ("done", "", "a file in RUN that a finished run has left"), ("plan", False, "say what would happen"),
     ("grace", 120.0, "a stop: from TERM to KILL"), ("hang-grace", 15.0, "a hang: from TERM to KILL"),
     ("hang", 900.0, "without progress, at least"), ("hang-factor", 5.0, "... and so many longest steps"),
-    ("first-progress", 1800.0, "... to the first step"), ("phase-limit", 3600.0, "... to load, evaluate, save"),
+    ("first-progress", 1800.0, "... to the first step"), ("phase-limit", 3600.0, "... in other phases"),
     ("backoff", 5.0, "before a relaunch, doubled each time"), ("backoff-cap", 300.0, "... at most"),
     ("healthy", 600.0, "up, with a gain, that reset it"), ("waste", 7200.0, "spent since the last gain"),
-    ("max-no-gain", 3, "attempts in a row without a higher step"), ("lifetime", 50, "restarts in all"),
-    ("max-same", 3, "retries of the same failure, no gain"), ("rate", 5, "restarts within half an hour"),
+    ("max-no-gain", 3, "attempts in a row, no gain"), ("max-same", 3, "retries of one failure, no gain"),
+    ("rate", 5, "restarts within half an hour"), ("lifetime", 50, "restarts in all"),
     ("gpu-interval", 10.0, "between two looks at the GPUs"), ("gpu-timeout", 10.0, "nvidia-smi may take"),
-    ("gpu-wait", 60.0, "for GPU memory to come back"), ("log-part-size", 64.0, "MiB of a log's part, first: 4"),
-    ("log-parts", 16, "parts of one log, of all twice that"), ("min-free", 512.0, "MiB of disk that logs leave"))
+    ("gpu-wait", 60.0, "for GPU memory to come back"), ("log-part-size", 64.0, "MiB of a log's part"),
+    ("log-parts", 16, "parts of a log, of all: twice"), ("min-free", 512.0, "MiB of disk that logs leave"))
 FINISHED, USAGE, STOPPED, DIVERGED = 0, 2, 75, 76  # the command's exit codes, design.md 6
 USELESS, SPENT, PERSON, TAKEN, BROKEN = 93, 94, 95, 96, 97  # ours
-POLL, DRAIN, SWEEP, RATE_WINDOW = 0.5, 2.0, 10.0, 1800.0  # seconds
+POLL, LOOK, DRAIN, SWEEP, RATE_WINDOW = 0.2, 0.5, 2.0, 10.0, 1800.0  # seconds
 MIB, RING, WINDOW = 1 << 20, 1 << 20, 1 << 16  # bytes: the output kept in memory; what is parsed at once
-SLACK = 512  # MiB that a GPU may hold more than before the run, and be free
-CLOCK, SHELLS = "%FT%T%z", {"sh", "bash", "dash", "zsh", "ksh", "fish"}
+CLOCK, SLACK = "%FT%T%z", 512  # MiB that a GPU may hold more than before the run, and be free
+SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "fish"}
 
 def refuse(code, text):  # something that a person has to mend
     print(f"supervise.py: {text}", file=sys.stderr)
@@ -74,10 +74,10 @@ def parse(argv):  # -> (options, command)
     o, rest = parser.parse_known_args(argv[:cut])
     for wrong, text in (
             (rest, f"{' '.join(rest)}: no such option; the command begins after --"),
-            (not all(type(v) is str or 0 <= v < 1e9 for v in vars(o).values()), "a number is out of range"),
+            (any(type(v) is not str and not 0 <= v < 1e9 for v in vars(o).values())
+             or not o.log_part_size or o.log_parts < 2, "a number is out of range"),
             (o.backoff > o.backoff_cap, f"--backoff {o.backoff:g} is above --backoff-cap {o.backoff_cap:g}"),
-            (not o.log_part_size or o.log_parts < 2, "--log-part-size or --log-parts is too small"),
-            (not quietly(lambda: re.compile(o.step_regex or STEP).groups), "--step-regex: no group for the step"),
+            (not quietly(lambda: re.compile(o.step_regex or STEP).groups), "--step-regex: no group"),
             (not argv[cut + 1:], "no command: supervise.py [options] -- COMMAND ...")):
         refuse(USAGE, text) if wrong else None
     return o, argv[cut + 1:]
@@ -116,9 +116,8 @@ FAILURE = re.compile(rf"""(?mx)^(?P<rank>{RANK})(?:  # an exception, or fatal wo
         |(?:\w+\.)*\w+(?:Error|Exception):|terminate\ called).+){{0,8}})""")
 CHAIN = re.compile(r"(?m)^.{0,12}(During handling of the above|The above exception was the direct cause)")
 OWN = re.compile(r"(?m)^(?:\S*/)?[\w-]+\.py: (?:(.{1,60}?) failed: )?(\D.+)$")  # x.py: drafter 1 failed: ...
-CASCADE = re.compile(
-    r"NCCL|ProcessGroup|Dist\w+Error|onnection (closed|reset|refused)|roken ?[Pp]ipe|^EOFError|gloo"
-    r"|r: Aborted|KeyboardInterrupt|ChildFailed|Process(Raised|Exited)|SystemExit|terminate called")
+CASCADE = re.compile(r"NCCL|ProcessGroup|Dist\w+Error|onnection (closed|reset|refused)|roken ?[Pp]ipe|^EOFErr"
+                     r"|gloo|r: Aborted|KeyboardInterrupt|elastic|Process(Raised|Exited)|terminate called")
 
 def root_line(text, pattern=STEP):
     """The output of perhaps many processes at once -> (process or "", the first failure: its type and whole
@@ -145,27 +144,27 @@ CAUSES = (  # label, what gives it away in the root line
     ("dense-attention", r"out of memory.*(math_attention|unfused|sdpa_dense)"),
     ("cuda-oom", r"CUDA out of memory|CUDA_ERROR_OUT_OF_MEMORY|CUBLAS_STATUS_ALLOC_FAILED"),
     ("disk-full", r"No space left on device|Disk quota exceeded"),
-    ("gpu-lost", r"GPU is lost|off the bus|no CUDA-capable|uncorrectable ECC|was there at the last attempt"),
-    ("bad-checkpoint", r"PytorchStreamReader|SafetensorError|UnpicklingError|HeaderTooLarge|loading state_dict"
+    ("gpu-lost", r"GPU is lost|off the bus|no CUDA-capable|uncorrectable ECC|there at the last attempt"),
+    ("bad-checkpoint", r"PytorchStreamReader|SafetensorError|UnpicklingError|HeaderTooLarge|state_dict for"
      r"|[Cc]heckpoint\b.*\b(broken|corrupt|damaged|truncated)"),
     ("import", r"^(ModuleNotFoundError|ImportError|SyntaxError|IndentationError)\b"),
     ("nccl-timeout", r"Watchdog caught|NCCL.*(time-?out|timed out)"),
     ("nan", r"Diverged|(loss|gradient)\S* (is|are|was) (nan|not finite|non-finite)"))
 RETRIES = {"cuda-oom": 1, "dense-attention": 1, "nan": 1, "bad-checkpoint": 1, "import": 1}  # else --max-same
-WORDS = {"host-oom": "the kernel's counter of OOM kills moved", "SIGKILL": "who sent it is unknown", "fx-trace":
-         "compiled attention was refused as another thread of the process traced; a dense path out of memory follows"}
+WORDS = {"host-oom": "the kernel's count of OOM kills moved", "SIGKILL": "who sent it is unknown", "fx-trace":
+         "compiled attention was refused as another thread of the process traced; a dense OOM only follows"}
 
-def cause_of(code, root, text="", ended="", oom_killed=False):  # -> label. ended: by us, as hang or nan, or ""
-    codes = {-s: s.name for s in signal.Signals} | {DIVERGED: "nan"} | dict.fromkeys((USAGE, 126, 127), "usage")
+def cause_of(code, root, text="", ended="", oom_killed=False):  # -> label. ended: by us, hang or nan, or ""
+    codes = {-s: s.name for s in signal.Signals} | {DIVERGED: "nan", USAGE: "usage"}
     known = next((label for label, pattern in CAUSES if re.search(pattern, root)), codes.get(code, "error"))
     known = "fx-trace" if "using FX to symbolically trace" in text else known
     return "host-oom" if oom_killed else ended or known
 
 SHOWN = "memory.total memory.used utilization.gpu temperature.gpu power.draw power.limit".split()
-CORE, APPS = "timestamp index uuid name".split() + SHOWN, "gpu_uuid pid process_name used_gpu_memory".split()
-EXTRA = ("pci.bus_id driver_version pstate clocks.current.sm utilization.memory temperature.memory clocks_event_"
-         "reasons.active ecc.errors.uncorrected.volatile.total gpu_recovery_action mig.mode.current persistence_"
-         "mode").split()
+APPS, CORE = "gpu_uuid pid process_name used_gpu_memory".split(), "timestamp index uuid name".split() + SHOWN
+EXTRA = ("pci.bus_id driver_version pstate clocks.current.sm utilization.memory temperature.memory clocks_"
+         "event_reasons.active ecc.errors.uncorrected.volatile.total gpu_recovery_action mig.mode.current "
+         "persistence_mode").split()
 NUMBERS = {*SHOWN, "clocks.current.sm", "utilization.memory", "temperature.memory", "used_gpu_memory"}
 UNKNOWN = re.compile(r"(?i)|\[?(n/a|not supported|unknown error|insufficient permissions|requested .*)\]?")
 NOT_PLAIN = re.compile(r"(?!\d{1,15}(\.\d{1,9})?$).*")  # such a number is unknown, and unknown is never zero
@@ -192,7 +191,7 @@ def gpu_words(rows):  # -> one line a GPU, - where a value is unknown
 
 def lost(first, rows, error):  # -> what is wrong with a GPU that was fine before the run, or ""
     here = {r["uuid"] for r in rows}
-    gone = [f"GPU {r['index']} ({u}) is not listed any more" for u, r in first.items() if here and u not in here]
+    gone = [f"GPU {r['index']} ({u}) is listed no more" for u, r in first.items() if here and u not in here]
     sick = [f"GPU {r['index']} asks for {r['gpu_recovery_action']}" for r in rows
             if r.get("gpu_recovery_action") not in (None, "None")]
     return "; ".join([error] * bool(LOST.search(error)) + gone + sick) if first else ""
@@ -211,8 +210,8 @@ def held(first, rows, apps, pids):  # -> who keeps GPU memory that the run found
 START = {"phase": "", "step": None, "total": None, "first": None, "top": None, "moved": 0.0, "gained": None,
          "longest": 0.0, "known": False, "wrapped": False, "nonfinite": 0, "pace": None}
 
-def advance(p, now, step, phase, best):  # the attempt that began at START moves. best: the top step of others
-    seconds, steady = now - p["moved"], p["top"] is not None and p["phase"] == phase and phase in ("", "training")
+def advance(p, now, step, phase, best):  # the attempt, at START once, moves. best: the top step of others
+    seconds, steady = now - p["moved"], p["top"] is not None and p["phase"] == phase in ("", "training")
     p |= {"phase": phase, "moved": now, "known": True, "longest": max(p["longest"], seconds * steady)}
     if step is None or phase not in ("", "training", "evaluating", "saving"):
         return
@@ -223,7 +222,7 @@ def advance(p, now, step, phase, best):  # the attempt that began at START moves
     p |= {"step": step, "first": step if p["first"] is None else p["first"], "top": max(step, p["top"] or 0)}
 
 def why_end(p, now, limits):  # -> (hang | nan, why) for an attempt that should not go on, or None
-    learned, phase = max(limits.hang, limits.hang_factor * p["longest"]), p["phase"]
+    silent, learned, phase = now - p["moved"], max(limits.hang, limits.hang_factor * p["longest"]), p["phase"]
     limit, words = learned, f"{limits.hang:g} s and {limits.hang_factor:g} times {p['longest']:.1f} s"
     if phase in ("preparing", "loading", "evaluating", "saving"):
         limit, words = max(limits.phase_limit, learned), f"{limits.phase_limit:g} s for {phase}"
@@ -231,12 +230,10 @@ def why_end(p, now, limits):  # -> (hang | nan, why) for an attempt that should 
         limit, words = limits.first_progress, f"{limits.first_progress:g} s to the first step"
     if p["nonfinite"] >= 3:
         return "nan", "printed three losses in a row that are not finite and was ended"
-    late = f"made no progress for {now - p['moved']:.1f} s, the limit is {words}"
-    return ("hang", late) if now - p["moved"] > limit else None
+    return ("hang", f"made no progress for {silent:.1f} s, the limit is {words}") if silent > limit else None
 
 def since(history, enough):  # the newest attempts, newest first, as far as the first that is enough
-    newest = history[::-1]
-    return newest[:1 + next((i for i, a in enumerate(newest) if enough(a)), len(newest))]
+    return history[::-1][:1 + next((i for i, a in enumerate(history[::-1]) if enough(a)), len(history))]
 
 def ledgers(history, limits, now):  # -> {ledger: (used, allowed)}
     a = history[-1] if history else {"cause": "", "signature": "", "restart": 0}
@@ -253,60 +250,58 @@ def ledgers(history, limits, now):  # -> {ledger: (used, allowed)}
             "waste": (int(sum(x["wasted"] for x in fresh)), limits.waste)}
 
 def exit_words(code, core=False):
-    names = {int(s): s.name for s in signal.Signals}
-    words = {128 + s: f", a shell's word for {name}" for s, name in names.items()} | {
+    words = {128 + s: f", a shell's word for {s.name}" for s in signal.Signals} | {
         USAGE: ", bad usage or input", STOPPED: ", stopped on request", DIVERGED: ", diverged"}
+    name = {-s: s.name for s in signal.Signals}.get(code, f"signal {-code}")
     return f"left with exit {code}{words.get(code, '')}" if code >= 0 else (
-        f"was killed by {names.get(-code, f'signal {-code}')} (exit {128 - code}{', core dumped' * core})")
+        f"was killed by {name} (exit {128 - code}{', core dumped' * core})")
 
 def story(a):  # an attempt as a plain dict -> how it ended, in words
-    text = f"attempt {a['number']} {a['words'] or exit_words(a['code'], a['core'])} after {span(a['up'])}"
-    text += f", steps {a['first']} to {a['step']}" * (a["step"] is not None)
-    text += ", no gain" * (a["gain"] is False) + f", {a['strays']} processes outlived it" * (a["strays"] > 0)
+    how = f", step {a['first']}-{a['step']}" * (a["step"] is not None) + ", no gain" * (a["gain"] is False)
+    text = f"attempt {a['number']} {a['words'] or exit_words(a['code'], a['core'])} in {span(a['up'])}{how}"
+    text += f", {a['strays']} processes outlived it" * (a["strays"] > 0)
     text += f": {a['process']}{': ' * bool(a['process'])}{a['root']}" * bool(a["root"])
     why = f"{a['cause']}: {WORDS[a['cause']]}" if a["cause"] in WORDS else a["cause"]
     return text + f" [{why}]" * bool(a["code"])
 
 def decide(history, limits, now, stop=0):
-    """What to do after the newest attempt -> (relaunch, finished, stopped or give up; exit code; delay; sentence).
-    history: the attempts since a person started the run, oldest first, as plain dicts. now: by the clock of their
-    start. stop: the signal by which a person asked for the end, or 0."""
+    """The newest attempt is over -> (relaunch, finished, stopped or give up; exit code; delay; a sentence).
+    history: attempts as plain dicts, since a person started the run, oldest first; now: by the clock of their
+    start; stop: the signal by which a person asked for the end, or 0."""
     a, used, code = history[-1], ledgers(history, limits, now), history[-1]["code"]
     short = code == FINISHED and (a["done_missing"] or (a["root"] and (a["step"] or 0) < (a["total"] or 0)))
-    missing = f"no finish, {'the --done file is' if a['done_missing'] else 'steps are'} missing" if short else ""
+    missing = f"; no finish, {'the --done file' if a['done_missing'] else 'steps'} missing" if short else ""
     spent = next((name for name, (count, allowed) in used.items() if count >= allowed), "")
     tight = min(used, key=lambda name: used[name][1] - used[name][0])
     (count, allowed), (some, most) = used.get(spent, (0, 0)), used[tight]
     bad_luck = len(since(history, lambda x: x["gain"] and x["up"] >= limits.healthy)) - 1
     delay = min(limits.backoff_cap, limits.backoff * 2.0 ** min(bad_luck, 30))
-    person, allow = "the machine needs a person", f"{allowed} are allowed"
     for holds, action, result, why in (
-            (a["unkillable"], "give up", PERSON, f"{a['unkillable']}: {person}"),
+            (a["unkillable"], "give up", PERSON, f"{a['unkillable']}: the machine needs a person"),
             (stop, "stopped", code if code >= 0 else 128 + stop, "stopped, as asked"),
             (not (code or a["ended"] or short), "finished", FINISHED,
              "finished" + ", though its output holds a failure" * bool(a["root"])),
             (code in (USAGE, 126, 127) and not a["ended"], "give up", code, "a relaunch would meet the same"),
-            (a["gpus"], "give up", PERSON, f"{a['gpus']}: {person}"),
+            (a["gpus"], "give up", PERSON, f"{a['gpus']}: the machine needs a person"),
             (spent == "no gain", "give up", USELESS, f"{count} attempts in a row without a higher step"),
-            (spent == "same failure", "give up", USELESS, f"the same failure after {count} of {allowed} retries"),
-            (spent == "rate", "give up", SPENT, f"{count} restarts in {span(RATE_WINDOW)}, {allow}"),
-            (spent == "lifetime", "give up", SPENT, f"{count} restarts in all, {allow}"),
-            (spent, "give up", SPENT, f"{span(count)} spent since the last gain, {span(allowed)} are allowed"),
+            (spent == "same failure", "give up", USELESS, f"the same failure, {count} of {allowed} retries"),
+            (spent == "rate", "give up", SPENT, f"{count} of {allowed} restarts in {span(RATE_WINDOW)}"),
+            (spent == "lifetime", "give up", SPENT, f"{count} of {allowed} restarts in all"),
+            (spent, "give up", SPENT, f"{span(count)} of {span(allowed)} since the last gain"),
             (True, "relaunch", None, f"relaunch in {delay:g} s, {tight}: {some} of {most} used")):
         if holds:
-            return action, result, delay * (action == "relaunch"), "; ".join(filter(None, (story(a), missing, why)))
+            return action, result, delay * (action == "relaunch"), f"{story(a)}{missing}; {why}"
 
 # ============================================ above: pure; below: effects, read as a script =================
 
 def quietly(act, *arguments, **more):  # None where a process or a file is gone, or the disk is full
-    with suppress(OSError, ValueError, AttributeError, re.error, psutil.Error, subprocess.SubprocessError):
+    with suppress(OSError, ValueError, TypeError, LookupError, AttributeError, re.error, psutil.Error,
+                  subprocess.SubprocessError):
         return act(*arguments, **more)
 
-class Output:
-    """The child's bytes: to attempt_NNN.log and its parts, to the terminal as far as that reads, the newest here."""
-
+class Output:  # the child's bytes: to attempt_NNN.log and its parts, to the terminal as it reads, a tail here
     def __init__(self, folder, options):
-        self.folder, self.options, self.pending, self.unseen, self.lost, self.file = folder, options, b"", 0, 0, None
+        self.folder, self.options, self.pending, self.lost = folder, options, b"", 0
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY  # on a handle of our own, not on the shell's
         self.terminal = 1 if os.path.isfile("/proc/self/fd/1") else quietly(os.open, "/proc/self/fd/1", flags)
 
@@ -329,8 +324,7 @@ class Output:
             while data and not self.trouble:
                 data = data[self.file.write(data):]
             limit = self.options.log_part_size if self.part else min(self.options.log_part_size, 4)
-            if not self.trouble and self.file.tell() >= limit * MIB:
-                self.rotate()
+            self.rotate() if not self.trouble and self.file.tell() >= limit * MIB else None
         except OSError as e:
             self.trouble = e.strerror
         self.lost += len(data)
@@ -347,7 +341,7 @@ class Output:
                 parts.remove(f)
                 f.unlink()
 
-    def show(self, data=b""):  # to the terminal, never waiting for it; what it misses is counted and said
+    def show(self, data=b""):  # to the terminal, never waiting for it
         self.pending += data
         try:
             while self.pending and self.terminal and select.select([], [self.terminal], [], 0)[1]:
@@ -355,19 +349,22 @@ class Output:
         except OSError as e:
             self.terminal = self.terminal if isinstance(e, BlockingIOError) else None  # hung up
         if len(self.pending) > 4 * WINDOW or not self.terminal:
-            self.unseen += len(self.pending)
-            self.pending = b"\n[supervise: %d bytes were not shown]\n" % self.unseen
+            self.pending = b"\n[supervise: some output was not shown]\n"
 
 def watch_gpus(gpus, interval):  # the thread that asks nvidia-smi for ever, which may hang, lie or die
-    fields = CORE + EXTRA
+    fields, silent = CORE + EXTRA, f"nvidia-smi did not answer within {gpus.timeout:g} s"
     while True:
         asked, answers = time.monotonic(), []
         for query, names in (("gpu", fields), ("compute-apps", APPS)):
             command = ["nvidia-smi", f"--query-{query}={','.join(names)}", "--format=csv,nounits"]
-            call = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                    stderr=subprocess.STDOUT, start_new_session=True)
-            late = threading.Timer(gpus.timeout, quietly, (os.killpg, call.pid, signal.SIGKILL))
-            gpus.session = late.start() or call.pid
+            call = quietly(subprocess.Popen, command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                           stderr=subprocess.STDOUT, start_new_session=True)
+            if not call:
+                return vars(gpus).update(rows=[], error="nvidia-smi cannot be started any more")
+            late = threading.Timer(gpus.timeout, lambda pid=call.pid: (
+                vars(gpus).update(rows=[], error=silent), quietly(os.killpg, pid, signal.SIGKILL)))
+            late.daemon, gpus.session = True, call.pid
+            late.start()
             with call.stdout:
                 text = call.stdout.read(WINDOW).decode("utf-8", "replace")
             answers += [*read_csv(text, names), call.wait()]
@@ -376,19 +373,19 @@ def watch_gpus(gpus, interval):  # the thread that asks nvidia-smi for ever, whi
         if code > 0 and not rows and fields != CORE:  # an unknown field rejects the whole query
             fields = CORE
             continue
-        late = f"nvidia-smi did not answer within {gpus.timeout:g} s" * (code == -signal.SIGKILL)
-        gpus.error = late or f"nvidia-smi: {odd or 'no rows'} (exit {code})" * bool(code or odd or not rows)
+        if answered := code != -signal.SIGKILL:
+            gpus.error = f"nvidia-smi: {odd or 'no rows'} (exit {code})" * bool(code or odd or not rows)
         gpus.rows, gpus.apps = rows, None if odd_apps or code_apps else apps
         gpus.first, gpus.samples = gpus.first or {r["uuid"]: r for r in rows}, gpus.samples + rows
         gpus.asked = asked  # last: who waits for it finds the rest
-        gpus.wake.wait(interval * (6 if late else 1))
+        gpus.wake.wait(interval * (1 if answered else 6))
         gpus.wake.clear()
 
 def write_minute(run):  # min, mean, max by GPU since the last line of gpu.jsonl; what was never known is null
     rows, run.gpus.samples, gpus, run.next_minute = run.gpus.samples, [], [], time.monotonic() + 60
     for r in {r["uuid"]: r for r in rows}.values():
-        own = [x for x in rows if x["uuid"] == r["uuid"]]
-        known = {f: [x[f] for x in own if x.get(f) is not None] for f in sorted(NUMBERS & r.keys())}
+        own, names = [x for x in rows if x["uuid"] == r["uuid"]], sorted(NUMBERS & r.keys())
+        known = {f: [x[f] for x in own if x.get(f) is not None] for f in names}
         gpus.append({"index": r["index"], "uuid": r["uuid"], "name": r["name"]} | {
             f: [min(v), round(sum(v) / len(v), 2), max(v)] if v else None for f, v in known.items()})
     append(run, "gpu.jsonl", gpus=gpus) if gpus else None
@@ -399,8 +396,7 @@ def append(run, name, **record):
         os.replace(f.name, f"{f.name}.1") if f.tell() > run.options.log_part_size * MIB else None
 
 def read_json(path):
-    found = quietly(lambda: json.loads(Path(path).read_text()))
-    return found if isinstance(found, dict) else {}
+    return quietly(lambda: dict(json.loads(Path(path).read_text()))) or {}
 
 def save(run, **changed):  # state.json: for `status`, and for the next supervisor if this one is killed
     run.state |= changed
@@ -414,15 +410,13 @@ def note(run, kind, text, **values):
     run.output.show(f"supervise {time.strftime('%T')}: {text}\n".encode())
     save(run, last_event=f"{time.strftime('%F %T')} {text}")
 
-def tree(run):  # -> the live processes of this run: our descendants, orphans too as we are their subreaper, and
-    # whoever bears the run's token in its environment, which finds those that a killed supervisor left
+def tree(run):  # -> its live processes: our descendants, and who bears its token, as a killed supervisor's do
     token, smi = f"SUPERVISE_RUN_ID={run.token}".encode(), run.gpus.session
     ours = {p for p in psutil.process_iter()
             if token in (quietly(Path(f"/proc/{p.pid}/environ").read_bytes) or b"").split(b"\0")}
     ours = {*ours, *psutil.Process().children(recursive=True)} - {psutil.Process()}
-    for p in ours - {run.leader}:
-        if quietly(p.status) == "zombie" and p.pid != smi:
-            quietly(os.waitpid, p.pid, os.WNOHANG)
+    for p in ours - {run.leader}:  # we are their subreaper
+        quietly(os.waitpid, p.pid, os.WNOHANG) if p.pid != smi and quietly(p.status) == "zombie" else None
     return [p for p in ours if quietly(p.status) not in (None, "zombie") and quietly(os.getsid, p.pid) != smi]
 
 def main_process(p):  # whom to ask for an end: the command, or where that is a shell, its heaviest child
@@ -451,31 +445,29 @@ def sweep(run):  # freeze and kill all that is left until two looks find nothing
         pump(run, 0.02)
     return killed, "" if clean == 2 else f"process {(*left, run.leader)[0]} cannot be killed"
 
-def stacks(run):  # where the run stands -> (in short; by process, Python's stacks too where one can tell them)
+def stacks(run):  # where the run stands -> (in short; by process, Python's stacks too where one can tell)
     out, main = [], main_process(run.leader)
     for p in tree(run)[:64]:
-        files = (Path(f"/proc/{p.pid}/{name}") for name in ("wchan", "stack", "status"))
-        wchan, stack, caught = (quietly(file.read_text) or "" for file in files)
+        where, files = Path(f"/proc/{p.pid}"), ("wchan", "stack", "status")
+        wchan, stack, caught = (quietly((where / name).read_text) or "" for name in files)
         out.append(f"{p.pid} {quietly(p.name)} {quietly(p.status)} {wchan} {re.findall(r'] (.*)', stack)}")
         if int((re.findall(r"SigCgt:\s*(\w+)", caught) or "0")[0], 16) >> 9 & 1:
             quietly(p.send_signal, signal.SIGUSR1)  # it would end a process that does not wait for it
-    out.append(quietly(subprocess.check_output, ["py-spy", "dump", "-p", str(main.pid)], text=True, timeout=9) or "")
+    spy = f"py-spy dump --pid {main.pid}".split()
+    out.append(quietly(subprocess.check_output, spy, text=True, timeout=9) or "")
     wait_for(run, lambda: False, POLL)  # faulthandler's answer to USR1 comes through the output
     return f"main process {main.pid} is {quietly(main.status)}", "\n".join(out)[:20000]
 
 def pump(run, seconds=POLL):  # one turn: what the child writes, whether it lives, a look. All waiting is here
     begin = time.monotonic()
-    ready = select.select([fd for fd in (run.wake, run.pipe) if fd], [], [], seconds)[0]
-    if time.monotonic() - begin > seconds + 2 * POLL:  # we stood still, and the child perhaps with us
-        run.p["moved"] = time.monotonic()
-    quietly(os.read, run.wake, WINDOW) if run.wake in ready else None
-    if run.pipe in ready:
+    if select.select([run.pipe] if run.pipe else [], [], [], seconds)[0]:
         read_pipe(run)
+    elif time.monotonic() - begin > seconds + 1:  # we stood still, and the child perhaps with us
+        run.p["moved"] = time.monotonic()
     if run.leader and run.status is None and (dead := os.waitpid(run.leader.pid, os.WNOHANG))[0]:
         run.status = dead[1]
     run.output.show()
-    if time.monotonic() >= run.next_look:
-        look(run)
+    look(run) if time.monotonic() >= run.next_look else None
 
 def wait_for(run, condition, seconds=1e9):
     end = time.monotonic() + seconds
@@ -497,10 +489,8 @@ def read_pipe(run):  # a step is progress; so is any output of a command that ne
     time.sleep(0.01 * (len(data) < WINDOW))  # many small writes are read together
 
 def look(run):  # twice a second: heartbeat, log, news; every --gpu-interval: who is there, the state
-    now, gpus, beat, run.next_look = time.monotonic(), run.gpus, {}, time.monotonic() + POLL
-    if run.leader:
-        beat = read_json(run.folder / "heartbeat.json")
-        run.output.check()
+    now, gpus, run.next_look = time.monotonic(), run.gpus, time.monotonic() + LOOK
+    beat, _ = (read_json(run.folder / "heartbeat.json"), run.output.check()) if run.leader else ({}, None)
     if beat and beat not in (run.beat, run.old_beat):
         run.beat, step = beat, beat.get("step") if type(beat.get("step")) is int else None
         advance(run.p, now, step, str(beat.get("phase", "")), run.state["best"])
@@ -509,11 +499,10 @@ def look(run):  # twice a second: heartbeat, log, news; every --gpu-interval: wh
             "gpu": gpus.error, "lost": lost(gpus.first, gpus.rows, gpus.error)}
     for kind in [k for k, text in said.items() if bool(text) != (k in run.said)]:
         run.said ^= {kind}
-        note(run, kind, said[kind] or f"{kind}: well again, {run.output.lost} bytes of the log are missing")
-    if run.asked and run.state["stop"] != run.asked[0]:
-        save(run, stop=run.asked[0])  # it outlives us
-    if now >= run.next_minute:
-        write_minute(run)
+        lacks = f", it lacks {run.output.lost} bytes" * (kind == "log")
+        note(run, kind, said[kind] or f"{kind}: well again{lacks}")
+    save(run, stop=run.asked[0]) if run.asked and not run.state["stop"] else None  # it outlives us
+    write_minute(run) if now >= run.next_minute else None
     if run.leader and now >= run.next_save:
         run.next_save, run.pids = now + run.options.gpu_interval, run.pids | {x.pid for x in tree(run)}
         save(run, gpus=gpu_words(gpus.rows), gpu_error=gpus.error)
@@ -522,15 +511,15 @@ def spawn(run):  # the command in a session of its own -> the attempt as it stan
     number = 1 + max((int(f.name[8:11]) for f in run.folder.glob("attempt_[0-9][0-9][0-9].log*")), default=0)
     history, home, now = run.state["history"], run.folder.resolve(), time.monotonic()
     last = history[-1] if history else {"restart": -1, "cause": ""}
-    a = {"number": number, "restart": last["restart"] + 1, "start": now, "up": 0.0, "gain": None, "wasted": 0.0,
-         "signature": "", "cause": "unseen"}
+    a = {"number": number, "restart": last["restart"] + 1, "start": now, "up": 0.0, "gain": None,
+         "wasted": 0.0, "signature": "", "cause": "unseen"}
     own = {"RUN_DIR": home, "RUN_ID": run.token, "HEARTBEAT": home / "heartbeat.json", "ATTEMPT": number,
            "RESTART_COUNT": a["restart"], "LAST_FAILURE": last["cause"]}
     env = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **os.environ}
     env |= {f"SUPERVISE_{name}": str(value) for name, value in own.items()}
-    run.p, run.beat, run.old_beat = START | {"moved": now, "known": run.state["known"]}, {}, read_json(own["HEARTBEAT"])
-    log, run.output.path = run.output, run.folder / f"attempt_{number:03}.log"
-    log.part, log.ring, log.partial = 0, bytearray(), b""
+    run.p, run.beat = {**START, "moved": now, "known": run.state["known"]}, {}
+    run.old_beat, log = read_json(own["HEARTBEAT"]), run.output
+    log.path, log.part, log.ring, log.partial = home / f"attempt_{number:03}.log", 0, bytearray(), b""
     log.check()
     run.pipe, theirs = os.pipe()
     quietly(fcntl.fcntl, theirs, fcntl.F_SETPIPE_SZ, RING)
@@ -540,7 +529,7 @@ def spawn(run):  # the command in a session of its own -> the attempt as it stan
     child.returncode = os.close(theirs) or 0  # the loop reaps it
     run.status, run.leader, run.oom, run.pids = None, psutil.Process(child.pid), oom_kills(), {child.pid}
     save(run, attempt=number, leader=child.pid, now="running", p=run.p, history=[*history, a][-100:])
-    note(run, "start", f"attempt {number} is process {child.pid}: tail -F {run.output.path}", attempt=number)
+    note(run, "start", f"attempt {number} is process {child.pid}: tail -F {log.path}", attempt=number)
     return a
 
 def oom_kills():
@@ -556,8 +545,7 @@ def one_attempt(run):  # start the command, be there until nothing of it is left
         words = "; ".join([words, state, *gpu_words(rows)]) + ": looks like a stuck collective" * bool(stuck)
     if alive():
         grace = options.hang_grace if ended == "hang" else 0 if ended else options.grace
-        save(run, now="stopping")
-        note(run, ended or "stop", words or f"asked to save and end in {grace:g} s; again: killed", stacks=stack)
+        note(run, ended or "stop", words or f"to save and end in {grace:g} s; again: killed", stacks=stack)
         end_in_order(run, [run.leader], grace, alive)
     up, by_us = time.monotonic() - a["start"], alive()
     killed, unkillable = sweep(run)
@@ -571,15 +559,14 @@ def one_attempt(run):  # start the command, be there until nothing of it is left
     cause = cause_of(code, root, "\n".join(lines), ended, code and oom_kills() > run.oom)
     gain = True if (p["top"] or 0) > best else False if p["known"] and not p["wrapped"] else None
     a |= {"up": up, "code": code, "core": os.WCOREDUMP(run.status or 0), "ended": ended, "words": words,
-          "process": process, "root": root, "cause": cause, "unkillable": unkillable, "gpus": "", "gain": gain,
-          "first": p["first"], "step": p["top"], "total": p["total"], "strays": len(killed) - by_us,
+          "process": process, "root": root, "cause": cause, "unkillable": unkillable, "gain": gain,
+          "gpus": "", "first": p["first"], "step": p["top"], "total": p["total"], "strays": len(killed) - by_us,
           "signature": f"{cause} {p['phase'] if ended else re.sub('0x[0-9a-f]+|[0-9]+', '#', root)[:200]}",
           "wasted": 0.0 if gain is None else time.monotonic() - (p["gained"] or a["start"]),
           "done_missing": bool(options.done) and not (run.folder / options.done).exists()}
-    run.pids, run.leader, t = run.pids | {x.pid for x in killed}, None, run.state["totals"]
-    t |= {"attempts": t["attempts"] + 1, "useful": t["useful"] + up - (a["wasted"] if code else 0),
-          "gpu": t["gpu"] + up * len(run.gpus.rows)}
-    save(run, best=max(best, p["top"] or 0), known=p["known"], leader=0)
+    run.pids, run.leader, s = run.pids | {x.pid for x in killed}, None, run.state
+    save(run, best=max(best, p["top"] or 0), known=p["known"], leader=0, attempts=s["attempts"] + 1,
+         useful=s["useful"] + up - bool(code) * a["wasted"], gpu_time=s["gpu_time"] + up * len(run.gpus.rows))
     note(run, "exit", story(a), **a, lines=[x[:500] for x in lines[-200:]], gpu_rows=run.gpus.rows)
 
 def gpus_back(run):  # wait until the GPUs hold no more than before the run -> "" or why not
@@ -589,8 +576,8 @@ def gpus_back(run):  # wait until the GPUs hold no more than before the run -> "
         if wait_for(run, lambda: g.asked >= asked or run.asked, end - asked):
             trouble, gone = held(g.first, g.rows, g.apps, run.pids), lost(g.first, g.rows, g.error)
             wait_for(run, lambda: run.asked or gone or trouble == "", min(2.0, run.options.gpu_interval))
-    unknown = f"the GPUs cannot be read ({g.error or 'no values'}), and unknown is not free"
-    return "" if not g.first or run.asked else gone or (unknown if trouble is None else trouble)
+    trouble = f"the GPUs cannot be read ({g.error}), and unknown is not free" if trouble is None else trouble
+    return "" if not g.first or run.asked else gone or trouble
 
 def end_leftover(run):  # what a killed supervisor left alive is ended first, in order: there are never two
     if left := tree(run):
@@ -598,8 +585,7 @@ def end_leftover(run):  # what a killed supervisor left alive is ended first, in
         told = run.state["leader"] in {p.pid for p in left}  # the death of its supervisor sent it a SIGTERM
         roots = [] if told else [p for p in left if quietly(p.parent) not in left]
         end_in_order(run, roots, run.options.grace, lambda: tree(run))
-        if unkillable := sweep(run)[1]:
-            refuse(PERSON, unkillable)
+        refuse(PERSON, defiant) if (defiant := sweep(run)[1]) else None
 
 def supervise(run):  # the life of a run -> (exit code, how it ended)
     end_leftover(run)
@@ -621,61 +607,60 @@ def supervise(run):  # the life of a run -> (exit code, how it ended)
         wait_for(run, lambda: run.asked, delay)
     return 128 + run.asked[0], "stopped, as asked, while nothing ran"
 
-# ---------------------------------------------------------------------------------- status, stop and main
-
 def summary(state):  # -> (what is left in the ledgers, what the run took)
     used = ledgers(state["history"], argparse.Namespace(**state["options"]), time.monotonic())
-    t, wall = state["totals"], time.time() - state["began"]
+    wall, useful = time.time() - state["began"], state["useful"]
     return ", ".join(f"{name} {max(0, n - count):g} of {n:g}" for name, (count, n) in used.items()), (
-        f"{t['attempts']} attempts in {span(wall)}: {span(t['useful'])} training, {span(wall - t['useful'])} lost, "
-        f"{t['gpu'] / 3600:.1f} GPU hours")
+        f"{state['attempts']} attempts in {span(wall)}: {span(useful)} training, {span(wall - useful)} lost, "
+        f"{state['gpu_time'] / 3600:.1f} GPU hours")
 
-def lock(folder, mode="r"):  # -> (the lock, who holds it instead or ""); a+ takes it, until it is closed
-    held, kind = open(folder / "supervise.lock", mode), fcntl.LOCK_EX if "a" in mode else fcntl.LOCK_SH
+def lock(folder, mode="r", kind=fcntl.LOCK_SH):  # -> (the lock, who holds it instead or "")
+    held = open(folder / "supervise.lock", mode)  # noqa: SIM115  until the process ends
     free = quietly(lambda: fcntl.flock(held, kind | fcntl.LOCK_NB) or True)
     return held, "" if free else os.pread(held.fileno(), 200, 0).decode().strip() or "a starting supervisor"
 
 def status(folder):  # one screen for a tired person, also when the run is dead
     s, beat = (read_json(folder / name) for name in ("state.json", "heartbeat.json"))
-    p, owner = s.get("p") or refuse(USAGE, f"{folder}: no supervised run"), quietly(lock, folder)
+    p, owner = s.get("p") or refuse(USAGE, f"{folder}: its state.json cannot be read"), lock(folder)[1]
     step = beat.get("step") if s["leader"] and beat.get("phase") == "training" else p["step"]
-    age = quietly(lambda: span(time.time() - float(beat.get("time", ""))))
-    eta = span((p["total"] - step) * p["pace"]) if p["pace"] and p["total"] and step is not None else "-"
-    now = f"{s['now']}, supervised by {owner[1]}" if owner and owner[1] else (
+    age = quietly(lambda: span(time.time() - beat["time"]))
+    eta = quietly(lambda: span((p["total"] - step) * p["pace"]))
+    now = f"{s['now']}, supervised by {owner}" if owner else (
         f"not running: {s['ended'] or 'its supervisor was killed; start it again and it goes on'}")
-    left, totals = summary(s)
     print(f"""run       {folder}: {' '.join(s['command'])[:150]}
 now       attempt {s['attempt']}, {now}
-progress  {p['phase'] or 'no phase'}, step {'-' if step is None else step} of {p['total'] or '-'}, {p['pace'] or 0:.3g} \
-s a step, eta {eta}, heartbeat {age or '-'} ago
-left      {left}\n{chr(10).join(s['gpus']) or 'GPUs      ' + (s['gpu_error'] or 'no figures')}
-totals    {totals}\nlast      {s['last_event']}\ntail      tail -F {folder}/attempt_{s['attempt']:03}.log""")
+progress  {p['phase'] or 'no phase'}, step {'-' if step is None else step} of {p['total'] or '-'}, \
+{p['pace'] or 0:.3g} s a step, eta {eta or '-'}, heartbeat {age or '-'} ago
+left      {summary(s)[0]}\n{chr(10).join(s['gpus']) or 'GPUs      ' + (s.get('gpu_error') or 'no figures')}
+totals    {summary(s)[1]}\nlast      {s['last_event']}
+tail      tail -F {folder}/attempt_{s['attempt']:03}.log""")
 
-def stop(run):  # ask the supervisor for an end in order, or end what a dead one left
-    if owner := (quietly(lock, run.folder) or ("", ""))[1]:
+def stop(folder):  # ask the supervisor for an end in order, or end what a dead one left
+    if owner := lock(folder)[1]:
         os.kill(int(owner.split()[1]), signal.SIGTERM)
         print(f"{owner} was asked to stop the run; a second stop kills it", flush=True)
-        while lock(run.folder)[1] == owner:
+        while lock(folder)[1] == owner:
             time.sleep(0.1)
     else:
+        run = begin(folder, read_json(folder / "state.json").get("command", []), parse(["--", "-"])[0])
         end_leftover(run)
-    print(f"nothing runs: {read_json(run.folder / 'state.json').get('ended') or 'its supervisor was dead'}")
+        save(run, ended=run.state["ended"] or "stopped, as asked; its supervisor was dead", stop=0, leader=0)
+    print(f"nothing runs: {read_json(folder / 'state.json').get('ended')}")
 
 def begin(folder, command, options):  # all that a run holds, nothing started. One that was cut off goes on
     old, p = read_json(folder / "state.json"), dict(START)
-    state = {"history": [], "stop": 0, "best": 0, "known": False, "leader": 0, "attempt": 0, "began": time.time(),
-             "totals": {"attempts": 0, "useful": 0.0, "gpu": 0.0}}
+    state = {"history": [], "stop": 0, "best": 0, "known": False, "leader": 0, "attempt": 0, "attempts": 0,
+             "began": time.time(), "useful": 0.0, "gpu_time": 0.0}
     state |= {k: old[k] for k in (("best", "known", "attempt") if old.get("ended") else state) if k in old}
-    state |= {"command": command, "options": vars(options), "ended": "", "now": "starting", "p": p, "gpus": [],
-              "gpu_error": ""}
+    state |= {"command": command, "options": vars(options), "ended": "", "now": "starting", "p": p, "gpus": []}
     gpus = argparse.Namespace(
         timeout=options.gpu_timeout, session=0, rows=[], apps=None, first={}, samples=[], asked=0.0,
         error="no nvidia-smi, no GPU figures" * (not shutil.which("nvidia-smi")), wake=threading.Event())
     return argparse.Namespace(
-        folder=folder, command=command, options=options, state=state, gpus=gpus, output=Output(folder, options),
-        token=hashlib.sha1(bytes(folder.resolve())).hexdigest(), pattern=re.compile(options.step_regex or STEP),
-        asked=[], hangup=[], leader=None, status=None, pipe=None, wake=None, p=p, beat={}, old_beat={}, pids=set(),
-        oom=0, said=set(), next_look=0.0, next_save=0.0, next_minute=time.monotonic() + 60)
+        folder=folder, command=command, options=options, state=state, gpus=gpus, p=p, beat={}, old_beat={},
+        output=Output(folder, options), token=hashlib.sha1(bytes(folder.resolve())).hexdigest(), asked=[], hangup=[],
+        pattern=re.compile(options.step_regex or STEP), leader=None, status=None, pipe=None, pids=set(), oom=0,
+        said=set(), next_look=0.0, next_save=0.0, next_minute=time.monotonic() + 60)
 
 def main(argv):
     if argv[:1] == ["--_exec"]:  # become the command, with a SIGTERM for the death of the supervisor
@@ -684,8 +669,9 @@ def main(argv):
         quietly(os.execvp, argv[2], argv[2:]) if os.getppid() == int(argv[1]) else None
         refuse(127, f"{argv[2]}: cannot be executed")
     if argv[:1] in (["status"], ["stop"]):
-        folder = Path(argv[1]) if len(argv) == 2 and os.path.isdir(argv[1]) else refuse(USAGE, "no run folder")
-        return status(folder) if argv[0] == "status" else stop(begin(folder, [], parse(["--", "-"])[0]))
+        if len(argv) != 2 or not os.path.exists(f"{argv[1]}/supervise.lock"):
+            refuse(USAGE, f"{argv[0]} needs a run folder")
+        return (status if argv[0] == "status" else stop)(Path(argv[1]))
     options, command = parse(argv)
     folder, there = run_folder(options, command), os.path.exists(command[0])
     if not shutil.which(command[0]):
@@ -695,20 +681,12 @@ def main(argv):
         print(f"would run {' '.join(command)}\nin {folder}, where {len(tree(run))} of its processes live\n"
               f"left: {summary(run.state)[0]}", *(f"  {k} = {v}" for k, v in vars(options).items()), sep="\n")
         return FINISHED
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        held, owner = lock(folder, "a+")
-    except OSError as e:
-        refuse(USAGE, f"{folder}: cannot be written ({e.strerror})")
-    if owner:
-        refuse(TAKEN, f"{folder} is supervised by {owner}")
+    made = quietly(lambda: folder.mkdir(parents=True, exist_ok=True) or lock(folder, "a+", fcntl.LOCK_EX))
+    held, owner = made or refuse(USAGE, f"{folder}: cannot be written")
+    refuse(TAKEN, f"{folder} is supervised by {owner}") if owner else None
     held.truncate(0)
-    owner = f"process {os.getpid()} on {os.uname().nodename} since {time.strftime(CLOCK)}"
-    print(owner, file=held, flush=True)
-    run.wake, theirs = os.pipe()
-    os.set_blocking(theirs, False)
-    signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
-    for name, marks in {"INT": run.asked, "TERM": run.asked, "HUP": run.hangup, "CHLD": []}.items():
+    print(owner := f"process {os.getpid()} since {time.strftime(CLOCK)}", file=held, flush=True)
+    for name, marks in {"INT": run.asked, "TERM": run.asked, "HUP": run.hangup}.items():
         signal.signal(signal.Signals[f"SIG{name}"], lambda number, _, marks=marks: marks.append(number))
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans of the run come to us
     try:

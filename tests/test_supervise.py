@@ -57,15 +57,15 @@ TABLE = [  # what happened, what is decided, the word that must be in the senten
     ("bad checkpoint twice", [{"cause": "bad-checkpoint"}] * 2, ("give up", 93), "same failure"),
     ("import error twice", [{"cause": "import"}] * 2, ("give up", 93), "same failure"),
     ("GPU lost by its text alone", [{"cause": "gpu-lost"}], ("relaunch", None), "relaunch"),
-    ("GPU lost", [{"gpus": "GPU 3 is not listed any more"}], ("give up", 95), "GPU 3 is not listed"),
+    ("GPU lost", [{"gpus": "GPU 3 is listed no more"}], ("give up", 95), "GPU 3 is listed no more"),
     ("unkillable", [{"unkillable": "process 7 in state D cannot be killed"}], ("give up", 95), "state D"),
     ("a hang that answered TERM with 75", [{"code": 75, "ended": "hang", "words": "made no progress for 0:15:00"}],
      ("relaunch", None), "no progress"),
     ("a hang that answered TERM with 0", [{"code": 0, "ended": "hang", "words": "made no progress"}],
      ("relaunch", None), "no progress"),
-    ("five restarts at once", [{"start": 100.0 * i, "up": 90.0, **GAIN} for i in range(6)], ("give up", 94), "5 restarts in 0:30:00"),
-    ("fifty restarts", [{"restart": 50, **GAIN}], ("give up", 94), "50 restarts"),
-    ("time wasted", [{"gain": True, "wasted": 4000.0}, {"wasted": 3300.0}], ("give up", 94), "2:01:40 spent"),
+    ("five restarts at once", [{"start": 100.0 * i, "up": 90.0, **GAIN} for i in range(6)], ("give up", 94), "5 of 5 restarts in 0:30:00"),
+    ("fifty restarts", [{"restart": 50, **GAIN}], ("give up", 94), "50 of 50 restarts"),
+    ("time wasted", [{"gain": True, "wasted": 4000.0}, {"wasted": 3300.0}], ("give up", 94), "2:01:40 of 2:00:00"),
     ("twelve gains", [{"start": 1900.0 * i, "step": 500 * i, **GAIN} for i in range(12)], ("relaunch", None), "relaunch"),
 ]
 
@@ -263,7 +263,7 @@ def test_bad_command_lines(tmp_path):
             (["--backoff", "9", "--backoff-cap", "1", *toys], 2, "above --backoff-cap"), (["--grace", "-1", *toys], 2, "out of range"),
             (["--grace", "x", *toys], 2, "--grace"), (["--step-regex", "(", *toys], 2, "--step-regex"),
             (["--run-dir", file / "sub", *toys], 2, "cannot be written"), (["--", "nosuch-command"], 127, "nosuch-command: command not found"),
-            (["--", plain], 126, "not executable"), (["status", tmp_path / "none"], 2, "no run folder"), (["stop"], 2, "no run folder")):
+            (["--", plain], 126, "not executable"), (["status", tmp_path / "none"], 2, "needs a run folder"), (["stop"], 2, "needs a run folder")):
         found, out, err = call(*arguments, cwd=tmp_path)
         assert found == code and err.startswith("supervise.py: ") and err.count("\n") == 1 and word in err, (arguments, found, err)
         assert "Traceback" not in err + out
