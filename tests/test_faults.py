@@ -218,3 +218,18 @@ def test_killed_in_every_phase(tiny, tmp_path):
     assert "drafters 1 -> 2, accumulation 2 -> 1" in stdout and "going on from" not in calm
     for k, v in masters(tmp_path / "wider").items():
         assert torch.allclose(v, masters(out)[k], rtol=1e-4, atol=2e-5), k
+
+def test_gradients_that_are_not_finite(tiny, tmp_path):
+    """Catches an update by NaN on any drafter, one that the drafters disagree on, and a run that skips steps
+    for ever: a learning rate at which the drafter overflows ends with 76 after ten skipped steps in a row,
+    and all that was saved is finite."""
+    out, topology = tmp_path / "run", ("--device", "cpu", "--target-gpus", "0", "--drafter-gpus", "1,2")
+    _, stderr = run(tiny, out, "--max-steps", 60, "--lr", 1e30, "--warmup", 0, *topology, code=76)
+    assert "lower --lr" in stderr.splitlines()[-1] and len(stderr.splitlines()) == 1, stderr
+    lines = metrics(out, "train")
+    assert [r["skipped_steps"] for r in lines[-10:]] == [1] * 10 and lines[0]["skipped_steps"] == 0
+    saved = sorted((out / "checkpoints").glob("step-*"))
+    states = [torch.load(folder / "trainer.pt")["masters"] for folder in saved]
+    assert all(v.isfinite().all() for state in states for v in state.values())
+    for k, v in states[-1].items():  # skipped steps left the weights as they were
+        assert torch.equal(v, states[-2][k]), k
