@@ -63,7 +63,7 @@ def text(dice, count):
     return dice.integers(1, 60, count).tolist()
 
 def noisy(dice, prompt, continuation, B, right):
-    """Drafts of the continuation with errors -> draft, the accepted counts it must come to, the features given."""
+    """Drafts of the continuation with errors -> draft, the accepted counts to expect, the features given."""
     expected, given = [], []
 
     def draft(tokens, features, temperature, draw):

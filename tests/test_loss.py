@@ -93,7 +93,7 @@ def test_chunked_loss(loss, softcap):
     rule = (loss, 2.5, softcap)
     labels = torch.where(torch.rand(n, slots) < 0.5, (rows @ head.T).argmax(-1), labels)  # half of them hits
     want = full_logits(rows, head, labels, valid, rule)
-    for chunk in (1, 17 * V, 3 * slots * V, 2 ** 29):  # 11 blocks: one at a time, three at a time, all at once
+    for chunk in (1, 17 * V, 3 * slots * V, 2 ** 29):  # of 11 blocks: 1, 3 or all at once
         got = t.head_and_loss(rows, head, labels, valid, *rule, chunk=chunk)
         assert torch.equal(got[2], want[2]) and got[2].any()
         for i in (0, 1, 3):  # cross-entropy, weights, gradient
@@ -133,7 +133,7 @@ def test_constant_loss():
 TABLE = ("xxx", "x.x", "xx-", ".--", "---")
 
 def counters_of(table, loss):
-    """The counters of drafter_step for a drafter whose layer adds nothing, which predicts one token everywhere."""
+    """The counters of drafter_step for a drafter whose layer adds nothing and predicts one token everywhere."""
     D, V, mask, N, B = 8, 20, 19, len(table), 4
     drafter = t.Drafter({
         "hidden_size": D, "rms_norm_eps": 1e-6, "num_attention_heads": 2, "num_key_value_heads": 1,

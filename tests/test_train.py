@@ -67,7 +67,7 @@ def test_killed_and_resumed_is_bit_equal(tiny, tmp_path, straight):
         process = start(tiny, out, *flags)
         wanted, seen = random.choice([1, 2, 3]), len(metrics(out, "train"))
         latest = out / "checkpoints" / "latest"
-        until(lambda p=process, n=seen + wanted: len(metrics(out, "train")) >= n and latest.exists()
+        until(lambda p=process, n=seen + wanted: (len(metrics(out, "train")) >= n and latest.exists())
               or p.poll() is not None)
         process.kill()
         finish(process)
