@@ -89,7 +89,7 @@ def run_folder(options, command):  # design.md 5: the same command finds its fol
     return Path(options.run_dir or "".join(out) or made)
 
 STEP = re.compile(  # step   20/470, "step": 20, Step 20 of 470, tqdm's 20/470 [ ; not: 250 ms per step 250
-    r"""(?i)(?<![/\w])(?<!per )step["']?\s*[:=#\[]?\s*(\d[\d,]*+)(?!\.\d)(?:\s*(?:/|of)\s*(\d[\d,]*+))?"""
+    r"""(?i)(?<![/\w])(?<!per )step["']?\s*+[:=#\[]?\s*+(\d[\d,]*+)(?!\.\d)(?:\s*(?:/|of)\s*(\d[\d,]*+))?"""
     r"""(?!\s*(?:ms|s|sec|it)\b)|\b(\d++)/(\d++) \[""")
 LOSS = re.compile(r"""(?i)\bloss\b["']?\W{0,4}?(?:([-+]?(?:nan|inf))\b|[-+]?\d)""")
 ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*\x07?|\x1b.")
@@ -301,7 +301,7 @@ def quietly(act, *arguments, **more):  # None where a process or a file is gone,
 
 class Output:  # the child's bytes: to attempt_NNN.log and its parts, to the terminal as it reads, a tail here
     def __init__(self, folder, options):
-        self.folder, self.options, self.pending, self.lost = folder, options, b"", 0
+        self.folder, self.options, self.pending, self.lost, self.trouble = folder, options, b"", 0, ""
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY  # on a handle of our own, not on the shell's
         self.terminal = 1 if os.path.isfile("/proc/self/fd/1") else quietly(os.open, "/proc/self/fd/1", flags)
 
@@ -311,9 +311,9 @@ class Output:  # the child's bytes: to attempt_NNN.log and its parts, to the ter
             if not quietly(lambda: os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno()))):
                 self.file = open(self.path, "ab", buffering=0)  # noqa: SIM115  closed when it is replaced
             full = shutil.disk_usage(self.folder).free < self.options.min_free * MIB
-            self.trouble = f"less than {self.options.min_free:g} MiB are free" * full
+            self.shut = f"less than {self.options.min_free:g} MiB are free" * full
         except OSError as e:
-            self.trouble = e.strerror
+            self.shut = e.strerror
 
     def feed(self, data):  # -> the whole lines in it
         self.ring += data
@@ -321,10 +321,10 @@ class Output:  # the child's bytes: to attempt_NNN.log and its parts, to the ter
         self.show(data)
         *lines, self.partial = re.split(rb"[\r\n]", (self.partial + data)[-WINDOW:])
         try:
-            while data and not self.trouble:
-                data = data[self.file.write(data):]
+            while data and not self.shut:
+                data, self.trouble = data[self.file.write(data):], ""
             limit = self.options.log_part_size if self.part else min(self.options.log_part_size, 4)
-            self.rotate() if not self.trouble and self.file.tell() >= limit * MIB else None
+            self.rotate() if not self.shut and self.file.tell() >= limit * MIB else None
         except OSError as e:
             self.trouble = e.strerror
         self.lost += len(data)
@@ -494,7 +494,7 @@ def look(run):  # twice a second: heartbeat, log, news; every --gpu-interval: wh
     if beat and beat not in (run.beat, run.old_beat):
         run.beat, step = beat, beat.get("step") if type(beat.get("step")) is int else None
         advance(run.p, now, step, str(beat.get("phase", "")), run.state["best"])
-    said = {"log": run.leader and run.output.trouble and f"the log pauses: {run.output.trouble}",
+    said = {"log": run.leader and (bad := run.output.shut or run.output.trouble) and f"the log pauses: {bad}",
             "hangup": run.hangup and "the terminal hung up, the run goes on; its log tells the rest",
             "gpu": gpus.error, "lost": lost(gpus.first, gpus.rows, gpus.error)}
     for kind in [k for k, text in said.items() if bool(text) != (k in run.said)]:
@@ -695,6 +695,7 @@ def main(argv):
         write_minute(run)
         save(run, ended=how, stop=0, now="ended")
         note(run, "end", f"{summary(run.state)[1]}; exit {code}: {how}", code=code)
+        wait_for(run, lambda: not (run.output.pending and run.output.terminal), DRAIN)  # a slow terminal
         return code
     except Exception:
         sys.excepthook(*sys.exc_info())
