@@ -56,9 +56,8 @@ USELESS, SPENT, PERSON, TAKEN, BROKEN = 93, 94, 95, 96, 97  # ours
 POLL, LOOK, DRAIN, SWEEP, RATE_WINDOW = 0.2, 0.5, 2.0, 10.0, 1800.0  # seconds
 MIB, RING, WINDOW = 1 << 20, 1 << 20, 1 << 16  # bytes: the output kept in memory; what is parsed at once
 CLOCK, SLACK = "%FT%T%z", 512  # MiB that a GPU may hold more than before the run, and be free
-SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "fish"}
 
-def refuse(code, text):  # something that a person has to mend
+def refuse(code, text):  # what a person has to mend
     print(f"supervise.py: {text}", file=sys.stderr)
     raise SystemExit(code)
 
@@ -257,10 +256,9 @@ def exit_words(code, core=False):
         f"was killed by {name} (exit {128 - code}{', core dumped' * core})")
 
 def story(a):  # an attempt as a plain dict -> how it ended, in words
-    how = f", step {a['first']}-{a['step']}" * (a["step"] is not None) + ", no gain" * (a["gain"] is False)
-    text = f"attempt {a['number']} {a['words'] or exit_words(a['code'], a['core'])} in {span(a['up'])}{how}"
-    text += f", {a['strays']} processes outlived it" * (a["strays"] > 0)
-    text += f": {a['process']}{': ' * bool(a['process'])}{a['root']}" * bool(a["root"])
+    text = f"attempt {a['number']}, {span(a['up'])}, step {a['step']}" + ", no gain" * (a["gain"] is False)
+    text += f" ({a['strays']} processes outlived it)" * (a["strays"] > 0)
+    text += f": it {a['words'] or exit_words(a['code'], a['core'])}" + f": {a['root']}" * bool(a["root"])
     why = f"{a['cause']}: {WORDS[a['cause']]}" if a["cause"] in WORDS else a["cause"]
     return text + f" [{why}]" * bool(a["code"])
 
@@ -295,8 +293,7 @@ def decide(history, limits, now, stop=0):
 # ============================================ above: pure; below: effects, read as a script =================
 
 def quietly(act, *arguments, **more):  # None where a process or a file is gone, or the disk is full
-    with suppress(OSError, ValueError, TypeError, LookupError, AttributeError, re.error, psutil.Error,
-                  subprocess.SubprocessError):
+    with suppress(OSError, ValueError, TypeError, re.error, psutil.Error, subprocess.SubprocessError):
         return act(*arguments, **more)
 
 class Output:  # the child's bytes: to attempt_NNN.log and its parts, to the terminal as it reads, a tail here
@@ -363,12 +360,12 @@ def watch_gpus(gpus, interval):  # the thread that asks nvidia-smi for ever, whi
                 return vars(gpus).update(rows=[], error="nvidia-smi cannot be started any more")
             late = threading.Timer(gpus.timeout, lambda pid=call.pid: (
                 vars(gpus).update(rows=[], error=silent), quietly(os.killpg, pid, signal.SIGKILL)))
-            late.daemon, gpus.session = True, call.pid
+            late.daemon = True
             late.start()
             with call.stdout:
                 text = call.stdout.read(WINDOW).decode("utf-8", "replace")
             answers += [*read_csv(text, names), call.wait()]
-            gpus.session = late.cancel() or 0
+            late.cancel()
         rows, odd, code, apps, odd_apps, code_apps = answers
         if code > 0 and not rows and fields != CORE:  # an unknown field rejects the whole query
             fields = CORE
@@ -411,16 +408,17 @@ def note(run, kind, text, **values):
     save(run, last_event=f"{time.strftime('%F %T')} {text}")
 
 def tree(run):  # -> its live processes: our descendants, and who bears its token, as a killed supervisor's do
-    token, smi = f"SUPERVISE_RUN_ID={run.token}".encode(), run.gpus.session
+    token = f"SUPERVISE_RUN_ID={run.token}".encode()
     ours = {p for p in psutil.process_iter()
             if token in (quietly(Path(f"/proc/{p.pid}/environ").read_bytes) or b"").split(b"\0")}
     ours = {*ours, *psutil.Process().children(recursive=True)} - {psutil.Process()}
+    ours = {p for p in ours if quietly(p.name) != "nvidia-smi"}  # the thread's
     for p in ours - {run.leader}:  # we are their subreaper
-        quietly(os.waitpid, p.pid, os.WNOHANG) if p.pid != smi and quietly(p.status) == "zombie" else None
-    return [p for p in ours if quietly(p.status) not in (None, "zombie") and quietly(os.getsid, p.pid) != smi]
+        quietly(os.waitpid, p.pid, os.WNOHANG) if quietly(p.status) == "zombie" else None
+    return [p for p in ours if quietly(p.status) not in (None, "zombie")]
 
 def main_process(p):  # whom to ask for an end: the command, or where that is a shell, its heaviest child
-    while quietly(p.name) in SHELLS and (children := quietly(p.children)):
+    while quietly(p.name) in ("sh", "bash", "dash", "zsh", "fish") and (children := quietly(p.children)):
         p = max(children, key=lambda child: getattr(quietly(child.memory_info), "rss", 0))
     return p
 
@@ -459,11 +457,11 @@ def stacks(run):  # where the run stands -> (in short; by process, Python's stac
     return f"main process {main.pid} is {quietly(main.status)}", "\n".join(out)[:20000]
 
 def pump(run, seconds=POLL):  # one turn: what the child writes, whether it lives, a look. All waiting is here
-    begin = time.monotonic()
-    if select.select([run.pipe] if run.pipe else [], [], [], seconds)[0]:
-        read_pipe(run)
-    elif time.monotonic() - begin > seconds + 1:  # we stood still, and the child perhaps with us
-        run.p["moved"] = time.monotonic()
+    ready = select.select([run.pipe] if run.pipe else [], [], [], seconds)[0]
+    gap, run.turn = time.monotonic() - run.turn, time.monotonic()
+    if gap > seconds + 1:  # we stood still, and the child perhaps with us: that is no time of its own
+        run.p["moved"] = min(run.turn, run.p["moved"] + gap)
+    read_pipe(run) if ready else None
     if run.leader and run.status is None and (dead := os.waitpid(run.leader.pid, os.WNOHANG))[0]:
         run.status = dead[1]
     run.output.show()
@@ -499,8 +497,7 @@ def look(run):  # twice a second: heartbeat, log, news; every --gpu-interval: wh
             "gpu": gpus.error, "lost": lost(gpus.first, gpus.rows, gpus.error)}
     for kind in [k for k, text in said.items() if bool(text) != (k in run.said)]:
         run.said ^= {kind}
-        lacks = f", it lacks {run.output.lost} bytes" * (kind == "log")
-        note(run, kind, said[kind] or f"{kind}: well again{lacks}")
+        note(run, kind, said[kind] or f"{kind}: well again", lost_bytes=run.output.lost)
     save(run, stop=run.asked[0]) if run.asked and not run.state["stop"] else None  # it outlives us
     write_minute(run) if now >= run.next_minute else None
     if run.leader and now >= run.next_save:
@@ -537,7 +534,7 @@ def oom_kills():
 
 def one_attempt(run):  # start the command, be there until nothing of it is left, tell the history
     a, options, alive, stack = spawn(run), run.options, lambda: run.status is None, ""
-    why = wait_for(run, lambda: not alive() or run.asked or why_end(run.p, time.monotonic(), options))
+    why = wait_for(run, lambda: not alive() or run.asked or why_end(run.p, run.turn, options))
     ended, words = why if isinstance(why, tuple) and alive() else ("", "")
     if ended:
         (state, stack), rows = stacks(run), run.gpus.rows
@@ -554,13 +551,14 @@ def one_attempt(run):  # start the command, be there until nothing of it is left
     look(run)
     p, best, lines = run.p, run.state["best"], lines_of(bytes(run.output.ring))
     code = -signal.SIGKILL if alive() else os.waitstatus_to_exitcode(run.status)
-    process, root = root_line("\n".join(lines), run.pattern)
-    root = root or next((x[:500] for x in reversed(lines) if x.strip() and code), "")
-    cause = cause_of(code, root, "\n".join(lines), ended, code and oom_kills() > run.oom)
+    process, root = root_line(text := "\n".join(lines), run.pattern)
+    cause = cause_of(code, root, text, ended, code and oom_kills() > run.oom)
+    last = next((x[:500] for x in lines[::-1] if x.strip() and code), "")
+    root = f"{process}: {root}" if process else root or last
     gain = True if (p["top"] or 0) > best else False if p["known"] and not p["wrapped"] else None
     a |= {"up": up, "code": code, "core": os.WCOREDUMP(run.status or 0), "ended": ended, "words": words,
-          "process": process, "root": root, "cause": cause, "unkillable": unkillable, "gain": gain,
-          "gpus": "", "first": p["first"], "step": p["top"], "total": p["total"], "strays": len(killed) - by_us,
+          "root": root, "cause": cause, "unkillable": unkillable, "gain": gain, "strays": len(killed) - by_us,
+          "gpus": "", "first": p["first"], "step": p["top"], "total": p["total"],
           "signature": f"{cause} {p['phase'] if ended else re.sub('0x[0-9a-f]+|[0-9]+', '#', root)[:200]}",
           "wasted": 0.0 if gain is None else time.monotonic() - (p["gained"] or a["start"]),
           "done_missing": bool(options.done) and not (run.folder / options.done).exists()}
@@ -623,15 +621,13 @@ def status(folder):  # one screen for a tired person, also when the run is dead
     s, beat = (read_json(folder / name) for name in ("state.json", "heartbeat.json"))
     p, owner = s.get("p") or refuse(USAGE, f"{folder}: its state.json cannot be read"), lock(folder)[1]
     step = beat.get("step") if s["leader"] and beat.get("phase") == "training" else p["step"]
-    age = quietly(lambda: span(time.time() - beat["time"]))
-    eta = quietly(lambda: span((p["total"] - step) * p["pace"]))
-    now = f"{s['now']}, supervised by {owner}" if owner else (
-        f"not running: {s['ended'] or 'its supervisor was killed; start it again and it goes on'}")
+    now = f"{s['now']}, supervised by {owner}" if owner else f"not running: {s['ended'] or 'it was cut off'}"
     print(f"""run       {folder}: {' '.join(s['command'])[:150]}
 now       attempt {s['attempt']}, {now}
 progress  {p['phase'] or 'no phase'}, step {'-' if step is None else step} of {p['total'] or '-'}, \
-{p['pace'] or 0:.3g} s a step, eta {eta or '-'}, heartbeat {age or '-'} ago
-left      {summary(s)[0]}\n{chr(10).join(s['gpus']) or 'GPUs      ' + (s.get('gpu_error') or 'no figures')}
+{p['pace'] or 0:.3g} s a step, eta {quietly(lambda: span((p['total'] - step) * p['pace'])) or '-'}, \
+heartbeat {quietly(lambda: span(time.time() - beat.get('time'))) or '-'} ago
+left      {summary(s)[0]}\n{chr(10).join(s.get('gpus') or [])}{s.get('gpu_error') or ''}
 totals    {summary(s)[1]}\nlast      {s['last_event']}
 tail      tail -F {folder}/attempt_{s['attempt']:03}.log""")
 
@@ -652,15 +648,15 @@ def begin(folder, command, options):  # all that a run holds, nothing started. O
     state = {"history": [], "stop": 0, "best": 0, "known": False, "leader": 0, "attempt": 0, "attempts": 0,
              "began": time.time(), "useful": 0.0, "gpu_time": 0.0}
     state |= {k: old[k] for k in (("best", "known", "attempt") if old.get("ended") else state) if k in old}
-    state |= {"command": command, "options": vars(options), "ended": "", "now": "starting", "p": p, "gpus": []}
+    state |= {"command": command, "options": vars(options), "ended": "", "now": "starting", "p": p}
     gpus = argparse.Namespace(
-        timeout=options.gpu_timeout, session=0, rows=[], apps=None, first={}, samples=[], asked=0.0,
+        timeout=options.gpu_timeout, rows=[], apps=None, first={}, samples=[], asked=0.0,
         error="no nvidia-smi, no GPU figures" * (not shutil.which("nvidia-smi")), wake=threading.Event())
     return argparse.Namespace(
-        folder=folder, command=command, options=options, state=state, gpus=gpus, p=p, beat={}, old_beat={},
-        output=Output(folder, options), token=hashlib.sha1(bytes(folder.resolve())).hexdigest(), asked=[], hangup=[],
-        pattern=re.compile(options.step_regex or STEP), leader=None, status=None, pipe=None, pids=set(), oom=0,
-        said=set(), next_look=0.0, next_save=0.0, next_minute=time.monotonic() + 60)
+        folder=folder, command=command, options=options, state=state, gpus=gpus, p=p, asked=[], hangup=[],
+        output=Output(folder, options), token=hashlib.sha1(bytes(folder.resolve())).hexdigest(), leader=None,
+        pattern=re.compile(options.step_regex or STEP), status=None, pipe=None, said=set(), next_look=0.0,
+        turn=0.0, next_save=0.0, next_minute=time.monotonic() + 60)
 
 def main(argv):
     if argv[:1] == ["--_exec"]:  # become the command, with a SIGTERM for the death of the supervisor
@@ -669,8 +665,7 @@ def main(argv):
         quietly(os.execvp, argv[2], argv[2:]) if os.getppid() == int(argv[1]) else None
         refuse(127, f"{argv[2]}: cannot be executed")
     if argv[:1] in (["status"], ["stop"]):
-        if len(argv) != 2 or not os.path.exists(f"{argv[1]}/supervise.lock"):
-            refuse(USAGE, f"{argv[0]} needs a run folder")
+        refuse(USAGE, "it needs a run folder") if not Path(*argv[1:], "supervise.lock").exists() else None
         return (status if argv[0] == "status" else stop)(Path(argv[1]))
     options, command = parse(argv)
     folder, there = run_folder(options, command), os.path.exists(command[0])

@@ -21,7 +21,7 @@ LIMITS = s.parse(["--", "x"])[0]
 
 def attempts(*changes, **common):
     """A history: every attempt failed with exit 1 after an hour, without a gain, unless changed."""
-    plain = {"start": 0.0, "up": 3600.0, "code": 1, "core": False, "ended": "", "words": "", "process": "",
+    plain = {"start": 0.0, "up": 3600.0, "code": 1, "core": False, "ended": "", "words": "",
              "root": "RuntimeError: boom", "cause": "error", "signature": "error boom",
              "first": 100, "step": 120, "total": 1000, "strays": 0, "gain": False, "wasted": 0.0, "done_missing": False, "unkillable": "", "gpus": ""}
     return [{**plain, "number": i + 1, "restart": i, "start": 3600.0 * i, **common, **change}
@@ -32,7 +32,7 @@ NAN = {"code": 76, "cause": "nan", "signature": "nan"}
 TABLE = [  # what happened, what is decided, the word that must be in the sentence
     ("finished", [{"code": 0, "root": ""}], ("finished", 0), "finished"),
     ("finished, with a failure in its text", [{"code": 0, "step": 1000}], ("finished", 0), "holds a failure"),
-    ("exit 0, a failure in its text and steps missing", [{"code": 0}], ("relaunch", None), "steps are missing"),
+    ("exit 0, a failure in its text and steps missing", [{"code": 0}], ("relaunch", None), "steps missing"),
     ("exit 0, steps missing, no failure in its text", [{"code": 0, "root": ""}], ("finished", 0), "finished"),
     ("exit 0 without its done file", [{"code": 0, "root": "", "done_missing": True}], ("relaunch", None), "--done"),
     ("exit 0 without its done file for ever", [{"code": 0, "done_missing": True}] * 3, ("give up", 93), "higher step"),
@@ -330,7 +330,7 @@ def test_exit_0_that_is_no_success(tmp_path):
     crash = f"{shlex.join(toy('--steps 99 --at 4', RAISE))} 2>&1 | cat"
     with supervised(tmp_path, "", ["sh", "-c", crash], name="pipe") as run:
         assert run.ended() == 93
-        assert run.events("exit")[0]["code"] == 0 and "steps are missing" in run.events("decision")[0]["text"]
+        assert run.events("exit")[0]["code"] == 0 and "steps missing" in run.events("decision")[0]["text"]
     with supervised(tmp_path, "--done export", toy("--steps 3"), name="done") as run:
         assert run.ended() == 93 and "--done" in run.events("decision")[0]["text"]
     with supervised(tmp_path, "", [sys.executable, "-c", "print('ValueError: odd')"], name="text") as run:
