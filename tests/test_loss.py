@@ -133,7 +133,7 @@ def test_constant_loss():
 TABLE = ("xxx", "x.x", "xx-", ".--", "---")
 
 def counters_of(table, loss):
-    """The counters of drafter_step for a drafter whose layer adds nothing: it predicts one token everywhere."""
+    """The counters of drafter_step for a drafter whose layer adds nothing: one token everywhere."""
     D, V, mask, N, B = 8, 20, 19, len(table), 4
     drafter = t.Drafter({
         "hidden_size": D, "rms_norm_eps": 1e-6, "num_attention_heads": 2, "num_key_value_heads": 1,
