@@ -355,7 +355,7 @@ def watch_gpus(gpus, interval):  # the thread that asks nvidia-smi for ever, whi
         for query, names in (("gpu", fields), ("compute-apps", APPS)):
             command = ["nvidia-smi", f"--query-{query}={','.join(names)}", "--format=csv,nounits"]
             call = quietly(subprocess.Popen, command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                           stderr=subprocess.STDOUT, start_new_session=True)
+                           stderr=subprocess.STDOUT, process_group=0)
             if not call:
                 return vars(gpus).update(rows=[], error="nvidia-smi cannot be started any more")
             late = threading.Timer(gpus.timeout, lambda pid=call.pid: (
@@ -374,6 +374,7 @@ def watch_gpus(gpus, interval):  # the thread that asks nvidia-smi for ever, whi
             gpus.error = f"nvidia-smi: {odd or 'no rows'} (exit {code})" * bool(code or odd or not rows)
         gpus.rows, gpus.apps = rows, None if odd_apps or code_apps else apps
         gpus.first, gpus.samples = gpus.first or {r["uuid"]: r for r in rows}, gpus.samples + rows
+        fields = fields if rows else CORE + EXTRA
         gpus.asked = asked  # last: who waits for it finds the rest
         gpus.wake.wait(interval * (1 if answered else 6))
         gpus.wake.clear()
@@ -408,11 +409,11 @@ def note(run, kind, text, **values):
     save(run, last_event=f"{time.strftime('%F %T')} {text}")
 
 def tree(run):  # -> its live processes: our descendants, and who bears its token, as a killed supervisor's do
-    token = f"SUPERVISE_RUN_ID={run.token}".encode()
+    token, session = f"SUPERVISE_RUN_ID={run.token}".encode(), os.getsid(0)  # nvidia-smi alone shares ours
     ours = {p for p in psutil.process_iter()
             if token in (quietly(Path(f"/proc/{p.pid}/environ").read_bytes) or b"").split(b"\0")}
-    ours = {*ours, *psutil.Process().children(recursive=True)} - {psutil.Process()}
-    ours = {p for p in ours if quietly(p.name) != "nvidia-smi"}  # the thread's
+    ours |= {*psutil.Process().children(recursive=True)}
+    ours = {p for p in ours if quietly(os.getsid, p.pid) != session}
     for p in ours - {run.leader}:  # we are their subreaper
         quietly(os.waitpid, p.pid, os.WNOHANG) if quietly(p.status) == "zombie" else None
     return [p for p in ours if quietly(p.status) not in (None, "zombie")]
@@ -459,8 +460,7 @@ def stacks(run):  # where the run stands -> (in short; by process, Python's stac
 def pump(run, seconds=POLL):  # one turn: what the child writes, whether it lives, a look. All waiting is here
     ready = select.select([run.pipe] if run.pipe else [], [], [], seconds)[0]
     gap, run.turn = time.monotonic() - run.turn, time.monotonic()
-    if gap > seconds + 1:  # we stood still, and the child perhaps with us: that is no time of its own
-        run.p["moved"] = min(run.turn, run.p["moved"] + gap)
+    run.p["moved"] += gap * (gap > seconds + 1)  # we stood still, and the child perhaps with us
     read_pipe(run) if ready else None
     if run.leader and run.status is None and (dead := os.waitpid(run.leader.pid, os.WNOHANG))[0]:
         run.status = dead[1]
@@ -484,7 +484,7 @@ def read_pipe(run):  # a step is progress; so is any output of a command that ne
             p["nonfinite"] = p["nonfinite"] + 1 if m[1] else 0
     p["moved"] = p["moved"] if p["known"] else time.monotonic()
     run.pipe = run.pipe if data else os.close(run.pipe)
-    time.sleep(0.01 * (len(data) < WINDOW))  # many small writes are read together
+    time.sleep(0.05 * (len(data) < WINDOW))  # many small writes are read together
 
 def look(run):  # twice a second: heartbeat, log, news; every --gpu-interval: who is there, the state
     now, gpus, run.next_look = time.monotonic(), run.gpus, time.monotonic() + LOOK
@@ -656,7 +656,7 @@ def begin(folder, command, options):  # all that a run holds, nothing started. O
         folder=folder, command=command, options=options, state=state, gpus=gpus, p=p, asked=[], hangup=[],
         output=Output(folder, options), token=hashlib.sha1(bytes(folder.resolve())).hexdigest(), leader=None,
         pattern=re.compile(options.step_regex or STEP), status=None, pipe=None, said=set(), next_look=0.0,
-        turn=0.0, next_save=0.0, next_minute=time.monotonic() + 60)
+        turn=time.monotonic(), next_save=0.0, next_minute=time.monotonic() + 60)
 
 def main(argv):
     if argv[:1] == ["--_exec"]:  # become the command, with a SIGTERM for the death of the supervisor
@@ -688,6 +688,7 @@ def main(argv):
         note(run, "supervisor", f"{folder} is supervised by {owner}; supervise.py stop {folder} ends it")
         code, how = supervise(run)
         write_minute(run)
+        [quietly(p.kill) for p in psutil.Process().children(recursive=True)]  # an nvidia-smi that hangs
         save(run, ended=how, stop=0, now="ended")
         note(run, "end", f"{summary(run.state)[1]}; exit {code}: {how}", code=code)
         wait_for(run, lambda: not (run.output.pending and run.output.terminal), DRAIN)  # a slow terminal
