@@ -1,4 +1,4 @@
-"""What the tests of supervise.py share: a toy trainer that misbehaves on demand, a scripted nvidia-smi, a starter.
+"""What the tests of supervise.py share: a toy trainer that misbehaves, a scripted nvidia-smi, a starter.
 
     @case(13)                                               the numbers of the fault table that a test covers
     def test_silent_hang(tmp_path):
@@ -6,9 +6,10 @@
             assert run.ended() == 93
             assert "no progress" in run.event("hang")["text"]
 
-The toy counts steps (`python tests/supervise_kit.py --steps 20 --at 5 'os._exit(3)'`); --at N CODE runs Python of the
-test's choice at a step, so that no new fault needs a new flag.
+The toy counts steps (`python tests/supervise_kit.py --steps 20 --at 5 'os._exit(3)'`); --at N CODE runs
+Python of the test's choice at a step, so that no new fault needs a new flag.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -26,12 +27,16 @@ ROOT = Path(__file__).parent.parent
 SUPERVISE = ROOT / "supervise.py"
 CASES = {*range(1, 9), 11, 12, 13, 15, 16, 17, 20, 21, 23, 24, 25, 28, 29, 30, *range(32, 40), *range(41, 47)}
 
+
 def case(*numbers):
     """Marks a test with the numbers of the fault table that it covers."""
+
     def mark(function):
         function.cases = numbers
         return function
+
     return mark
+
 
 def covered_cases():
     """-> {case number: [tests]} over all tests/test_supervise*.py, read without importing them"""
@@ -44,37 +49,52 @@ def covered_cases():
                         found.setdefault(number.value, []).append(f"{file.name}::{node.name}")
     return found
 
-# --------------------------------------------------------------------------------------------- the toy trainer
+
+# ------------------------------------------------------------------------------------------ the toy trainer
 
 RAISE = "raise RuntimeError('boom at ' + str(step))"
 HANG = "time.sleep(600)"
 SPIN = "while True: pass"
-OOM = ("raise type('OutOfMemoryError', (RuntimeError,), {'__module__': 'torch'})('CUDA out of memory. Tried to allocate "
-       "298.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 95.31 GiB is free.')")
+OOM = (
+    "raise type('OutOfMemoryError', (RuntimeError,), {'__module__': 'torch'})('CUDA out of memory. Tried to "
+    "allocate 298.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 95.31 GiB is free.')"
+)
+
 
 def toy(*arguments):
     """-> the command of a toy trainer. Options come as words ("--at 5"), CODE as it is."""
     words = [w for a in arguments for w in (a.split() if a.startswith("--") else [a])]
     return [sys.executable, "-S", "-u", __file__, *words]
 
+
 def toy_main(argv):
-    """Steps 1 to --steps, one line each, a heartbeat if asked; what goes wrong, and when, is said by flags."""
+    """Steps 1 to --steps, a line each, a heartbeat if asked; what goes wrong, and when, is said by flags."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--pace", type=float, default=0.01, help="seconds a step")
-    parser.add_argument("--at", nargs=2, action="append", default=[], metavar=("STEP", "CODE"),
-                        help="run CODE there (0: before the first step); names: step, beat, os, sys, time, signal, "
-                             "subprocess")
-    parser.add_argument("--attempts", type=int, default=10**9, help="misbehave in that many attempts, then be good")
+    parser.add_argument(
+        "--at",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("STEP", "CODE"),
+        help="run CODE there (0: before the first step); names: step, beat, os, sys, time, signal, "
+        "subprocess",
+    )
+    parser.add_argument(
+        "--attempts", type=int, default=10**9, help="misbehave in that many attempts, then be good"
+    )
     parser.add_argument("--beat", action="store_true", help="write heartbeats")
     parser.add_argument("--mute", action="store_true", help="print no steps")
     parser.add_argument("--resume", action="store_true", help="go on from the step saved in the run folder")
     parser.add_argument("--save-every", type=int, default=1)
-    parser.add_argument("--on-term", choices=("save", "ignore", "die"), default="save", help="save: checkpoint, exit 75")
+    parser.add_argument(
+        "--on-term", choices=("save", "ignore", "die"), default="save", help="save: checkpoint, exit 75"
+    )
     parser.add_argument("--save-seconds", type=float, default=0.0, help="what that checkpoint takes")
     cfg = parser.parse_args(argv)
     home = Path(os.environ.get("SUPERVISE_RUN_DIR", "."))
-    saved, attempt = home / "toy.saved", int(os.environ.get("SUPERVISE_ATTEMPT", 1))
+    saved, attempt = home / "toy.saved", int(os.environ.get("SUPERVISE_ATTEMPT", "1"))
     asked = []
     if cfg.on_term != "die":
         signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
@@ -83,8 +103,11 @@ def toy_main(argv):
     def beat(phase, step):
         path = Path(os.environ["SUPERVISE_HEARTBEAT"])
         beside = path.with_suffix(".new")
-        beside.write_text(json.dumps({"step": step, "micro_batches": step, "phase": phase, "time": time.time(),
-                                      "pid": os.getpid()}))
+        beside.write_text(
+            json.dumps(
+                {"step": step, "micro_batches": step, "phase": phase, "time": time.time(), "pid": os.getpid()}
+            )
+        )
         beside.replace(path)
 
     begin = int(saved.read_text()) if cfg.resume and saved.exists() else 0
@@ -108,23 +131,37 @@ def toy_main(argv):
             return 75
     return 0
 
-# ------------------------------------------------------------------------------------------ the scripted nvidia-smi
 
-CORE = ("timestamp,index,uuid,name,memory.total [MiB],memory.used [MiB],utilization.gpu [%],temperature.gpu,"
-        "power.draw [W],power.limit [W]").split(",")
-EXTRA = ("pci.bus_id,driver_version,pstate,clocks.current.sm [MHz],utilization.memory [%],temperature.memory,"
-         "clocks_event_reasons.active,ecc.errors.uncorrected.volatile.total,gpu_recovery_action,mig.mode.current,"
-         "persistence_mode").split(",")
-ROW = dict(zip(CORE + EXTRA, (
-    "2026/11/29 18:07:13.412, 0, GPU-7fb30000-0000-0000-0000-000000000000, NVIDIA H200, 143771, 0, 0, 37, 77.41, 700.00, "
-    "00000000:00:06.0, 580.159.04, P0, 345, 0, 39, 0x0000000000000001, 0, None, Disabled, Enabled").split(", ")))
+# ----------------------------------------------------------------------------------- the scripted nvidia-smi
+
+CORE = (
+    "timestamp,index,uuid,name,memory.total [MiB],memory.used [MiB],utilization.gpu [%],temperature.gpu,"
+    "power.draw [W],power.limit [W]"
+).split(",")
+EXTRA = (
+    "pci.bus_id,driver_version,pstate,clocks.current.sm [MHz],utilization.memory [%],temperature.memory,"
+    "clocks_event_reasons.active,ecc.errors.uncorrected.volatile.total,gpu_recovery_action,mig.mode.current,"
+    "persistence_mode"
+).split(",")
+ROW = dict(
+    zip(
+        CORE + EXTRA,
+        (
+            "2026/11/29 18:07:13.412, 0, GPU-7fb30000-0000-0000-0000-000000000000, NVIDIA H200, "
+            "143771, 0, 0, 37, 77.41, 700.00, 00000000:00:06.0, 580.159.04, P0, 345, 0, 39, "
+            "0x0000000000000001, 0, None, Disabled, Enabled"
+        ).split(", "),
+    )
+)
+
 
 def gpu(index=0, **changed):
-    """One row as an H200 answers it; gpu(1, memory_used=40000, utilization_gpu=100) by the first word of a field."""
+    """One row as an H200 answers it; gpu(1, memory_used=40000, power_draw=90) by first words of fields."""
     row = {**ROW, "index": str(index), "uuid": f"GPU-{index}fb30000-0000-0000-0000-000000000000"}
     for name, value in changed.items():
         row[next(f for f in row if f.split(" ")[0].replace(".", "_") == name)] = str(value)
     return row
+
 
 class Smi:
     """A program nvidia-smi in a folder of its own. What it does next is a shell script in a file, by query:
@@ -161,7 +198,10 @@ echo "$query $fields $$" >> calls
 
     def gpus(self, *rows):
         for name, fields in (("full", CORE + EXTRA), ("core", CORE)):
-            self.put(f"{name}.csv", "\n".join([", ".join(fields), *(", ".join(r[f] for f in fields) for r in rows)]) + "\n")
+            self.put(
+                f"{name}.csv",
+                "\n".join([", ".join(fields), *(", ".join(r[f] for f in fields) for r in rows)]) + "\n",
+            )
         self.script("gpu", "cat $fields.csv")
 
     def apps(self, *rows):
@@ -172,23 +212,33 @@ echo "$query $fields $$" >> calls
     def calls(self, query=""):
         """-> the calls so far, as [query, core or full, pid]"""
         path = self.folder / "calls"
-        return [line.split() for line in path.read_text().splitlines() if line.startswith(query)] if path.exists() else []
+        return (
+            [line.split() for line in path.read_text().splitlines() if line.startswith(query)]
+            if path.exists()
+            else []
+        )
 
-# -------------------------------------------------------------------------------------------------- the starter
+
+# ---------------------------------------------------------------------------------------------- the starter
+
 
 def until(condition, seconds=30, what="it"):
     """Poll until the condition holds -> what it returned"""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
-        assert time.monotonic() < deadline, f"{what() if callable(what) else what} did not happen in {seconds} s"
+        assert time.monotonic() < deadline, (
+            f"{what() if callable(what) else what} did not happen in {seconds} s"
+        )
         time.sleep(0.01)
     return found
+
 
 def alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
 
 def bearers(folder):
     """-> the live processes that were started for the run in this folder"""
@@ -201,17 +251,22 @@ def bearers(folder):
             pass
     return found
 
+
 class Supervised:
     """A supervisor that runs: its process, its folder, what it wrote."""
 
     def __init__(self, folder, options, command, smi, env, terminal):
         self.dir, self.shown = Path(folder), Path(f"{folder}.terminal")
         path = os.pathsep.join([*([str(smi.folder)] if smi else []), os.environ["PATH"]])
-        out = terminal if terminal is not None else open(self.shown, "ab")
+        out = terminal if terminal is not None else open(self.shown, "ab")  # noqa: SIM115  closed below
         self.process = subprocess.Popen(
-            [sys.executable, str(SUPERVISE), "--run-dir", str(folder), *options, "--", *command], stdin=subprocess.DEVNULL,
-            stdout=out, stderr=out if terminal is None else subprocess.DEVNULL, start_new_session=True,
-            env={**os.environ, "PATH": path, **(env or {})})
+            [sys.executable, str(SUPERVISE), "--run-dir", str(folder), *options, "--", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out if terminal is None else subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, "PATH": path, **(env or {})},
+        )
         if terminal is None:
             out.close()
 
@@ -236,8 +291,11 @@ class Supervised:
 
     def event(self, kind, count=1, seconds=30):
         """Wait for the count-th event of a kind -> it"""
-        return until(lambda: self.events(kind)[count - 1:count], seconds,
-                     lambda: f"event {kind} ({count}):\n{self.terminal()[-3000:]}\n")[0]
+        return until(
+            lambda: self.events(kind)[count - 1 : count],
+            seconds,
+            lambda: f"event {kind} ({count}):\n{self.terminal()[-3000:]}\n",
+        )[0]
 
     def logged(self, text, number=1, seconds=30):
         """Wait for a text in the log of an attempt."""
@@ -274,18 +332,29 @@ class Supervised:
             if not left:
                 break
 
+
 FAST = "--backoff 0.05 --backoff-cap 0.05 --grace 20 --hang-grace 5"
 
+
 def supervised(tmp_path, options, command, smi=None, env=None, terminal=None, name="run"):
-    """Start `supervise.py FAST options -- command` on the run folder tmp_path/name. Use as a context. smi: a Smi.
+    """Start `supervise.py FAST options -- command` on the folder tmp_path/name. Use as a context. smi: a Smi.
     terminal: a file for its stdout; without one, .terminal() tells what it showed."""
     return Supervised(Path(tmp_path) / name, shlex.split(f"{FAST} {options}"), command, smi, env, terminal)
 
+
 def call(*arguments, **more):
     """supervise.py with these arguments, to its end -> (exit code, stdout, stderr)"""
-    done = subprocess.run([sys.executable, str(SUPERVISE), *map(str, arguments)], capture_output=True, text=True,
-                          timeout=60, check=False, stdin=subprocess.DEVNULL, **more)
+    done = subprocess.run(
+        [sys.executable, str(SUPERVISE), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        **more,
+    )
     return done.returncode, done.stdout, done.stderr
+
 
 if __name__ == "__main__":
     sys.exit(toy_main(sys.argv[1:]))
