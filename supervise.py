@@ -376,8 +376,7 @@ def watch_gpus(gpus, interval):  # the thread that asks nvidia-smi for ever, whi
         gpus.first, gpus.samples = gpus.first or {r["uuid"]: r for r in rows}, gpus.samples + rows
         fields = fields if rows else CORE + EXTRA
         gpus.asked = asked  # last: who waits for it finds the rest
-        gpus.wake.wait(interval * (1 if answered else 6))
-        gpus.wake.clear()
+        gpus.wake.wait(interval * (1 if answered else 6)) and gpus.wake.clear()
 
 def write_minute(run):  # min, mean, max by GPU since the last line of gpu.jsonl; what was never known is null
     rows, run.gpus.samples, gpus, run.next_minute = run.gpus.samples, [], [], time.monotonic() + 60
@@ -484,7 +483,7 @@ def read_pipe(run):  # a step is progress; so is any output of a command that ne
             p["nonfinite"] = p["nonfinite"] + 1 if m[1] else 0
     p["moved"] = p["moved"] if p["known"] else time.monotonic()
     run.pipe = run.pipe if data else os.close(run.pipe)
-    time.sleep(0.05 * (len(data) < WINDOW))  # many small writes are read together
+    time.sleep(0.05 * (0 < len(data) < WINDOW))  # many small writes are read together
 
 def look(run):  # twice a second: heartbeat, log, news; every --gpu-interval: who is there, the state
     now, gpus, run.next_look = time.monotonic(), run.gpus, time.monotonic() + LOOK
