@@ -387,9 +387,11 @@ def write_minute(run):  # min, mean, max by GPU since the last line of gpu.jsonl
             f: [min(v), round(sum(v) / len(v), 2), max(v)] if v else None for f, v in known.items()})
     append(run, "gpu.jsonl", gpus=gpus) if gpus else None
 
-def append(run, name, **record):
-    with suppress(OSError), open(run.folder / name, "a") as f:
-        print(json.dumps({"time": time.strftime(CLOCK), **record}, ensure_ascii=False), file=f, flush=True)
+def append(run, name, **record):  # the whole line, or on a full disk nothing of it
+    line = f"{json.dumps({'time': time.strftime(CLOCK), **record}, ensure_ascii=False)}\n".encode()
+    with suppress(OSError), open(run.folder / name, "ab", buffering=0) as f:
+        size = f.tell()
+        f.truncate(size) if f.write(line) < len(line) else None
         os.replace(f.name, f"{f.name}.1") if f.tell() > run.options.log_part_size * MIB else None
 
 def read_json(path):
