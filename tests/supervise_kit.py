@@ -275,7 +275,7 @@ class Supervised:
         return self.process.pid
 
     def terminal(self):
-        return self.shown.read_text(errors="replace")
+        return self.shown.read_text(errors="replace") if self.shown.exists() else ""
 
     def log(self, number=1):
         path = self.dir / f"attempt_{number:03}.log"
