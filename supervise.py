@@ -489,6 +489,7 @@ def read_pipe(run):  # a step is progress; so is any output of a command that ne
 
 def look(run):  # twice a second: heartbeat, log, news; every --gpu-interval: who is there, the state
     now, gpus, run.next_look = time.monotonic(), run.gpus, time.monotonic() + LOOK
+    quietly(take, run) if run.leader else None
     beat, _ = (read_json(run.folder / "heartbeat.json"), run.output.check()) if run.leader else ({}, None)
     if beat and beat not in (run.beat, run.old_beat):
         run.beat, step = beat, beat.get("step") if type(beat.get("step")) is int else None
@@ -618,6 +619,16 @@ def lock(folder, mode="r", kind=fcntl.LOCK_SH):  # -> (the lock, who holds it in
     free = quietly(lambda: fcntl.flock(held, kind | fcntl.LOCK_NB) or True)
     return held, "" if free else os.pread(held.fileno(), 200, 0).decode().strip() or "a starting supervisor"
 
+def take(run):  # the lock, and again where its file was pulled away -> who has it
+    run.folder.mkdir(parents=True, exist_ok=True)
+    if not quietly(lambda: os.path.samestat(os.stat(run.lock.name), os.fstat(run.lock.fileno()))):
+        run.lock, other = lock(run.folder, "a+", fcntl.LOCK_EX)
+        if other:
+            return other
+        run.lock.truncate(0)
+        print(run.owner, file=run.lock, flush=True)
+    return run.owner
+
 def status(folder):  # one screen for a tired person, also when the run is dead
     s, beat = (read_json(folder / name) for name in ("state.json", "heartbeat.json"))
     p, owner = s.get("p") or refuse(USAGE, f"{folder}: its state.json cannot be read"), lock(folder)[1]
@@ -677,11 +688,9 @@ def main(argv):
         print(f"would run {' '.join(command)}\nin {folder}, where {len(tree(run))} of its processes live\n"
               f"left: {summary(run.state)[0]}", *(f"  {k} = {v}" for k, v in vars(options).items()), sep="\n")
         return FINISHED
-    made = quietly(lambda: folder.mkdir(parents=True, exist_ok=True) or lock(folder, "a+", fcntl.LOCK_EX))
-    held, owner = made or refuse(USAGE, f"{folder}: cannot be written")
-    refuse(TAKEN, f"{folder} is supervised by {owner}") if owner else None
-    held.truncate(0)
-    print(owner := f"process {os.getpid()} since {time.strftime(CLOCK)}", file=held, flush=True)
+    run.owner = f"process {os.getpid()} since {time.strftime(CLOCK)}"
+    owner = quietly(take, run) or refuse(USAGE, f"{folder}: cannot be written")
+    refuse(TAKEN, f"{folder} is supervised by {owner}") if owner != run.owner else None
     for name, marks in {"INT": run.asked, "TERM": run.asked, "HUP": run.hangup}.items():
         signal.signal(signal.Signals[f"SIG{name}"], lambda number, _, marks=marks: marks.append(number))
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans of the run come to us
