@@ -275,12 +275,11 @@ def decide(history, limits, now, stop=0):
     bad_luck = len(since(history, lambda x: x["gain"] and x["up"] >= limits.healthy)) - 1
     delay = min(limits.backoff_cap, limits.backoff * 2.0 ** min(bad_luck, 30))
     for holds, action, result, why in (
-            (a["unkillable"], "give up", PERSON, f"{a['unkillable']}: the machine needs a person"),
+            (a["unkillable"], "give up", PERSON, a["unkillable"]),
             (stop, "stopped", code if code >= 0 else 128 + stop, "stopped, as asked"),
-            (not (code or a["ended"] or short), "finished", FINISHED,
-             "finished" + ", though its output holds a failure" * bool(a["root"])),
+            (not (code or a["ended"] or short), "finished", code, "finished" + " even so" * bool(a["root"])),
             (code in (USAGE, 126, 127) and not a["ended"], "give up", code, "a relaunch would meet the same"),
-            (a["gpus"], "give up", PERSON, f"{a['gpus']}: the machine needs a person"),
+            (a["gpus"], "give up", PERSON, a["gpus"]),
             (spent == "no gain", "give up", USELESS, f"{count} attempts in a row without a higher step"),
             (spent == "same failure", "give up", USELESS, f"the same failure, {count} of {allowed} retries"),
             (spent == "rate", "give up", SPENT, f"{count} of {allowed} restarts in {span(RATE_WINDOW)}"),
@@ -288,7 +287,8 @@ def decide(history, limits, now, stop=0):
             (spent, "give up", SPENT, f"{span(count)} of {span(allowed)} since the last gain"),
             (True, "relaunch", None, f"relaunch in {delay:g} s, {tight}: {some} of {most} used")):
         if holds:
-            return action, result, delay * (action == "relaunch"), f"{story(a)}{missing}; {why}"
+            so = {USELESS: ": relaunching is useless", PERSON: ": the machine needs a person"}.get(result, "")
+            return action, result, delay * (action == "relaunch"), f"{story(a)}{missing}; {why}{so}"
 
 # ============================================ above: pure; below: effects, read as a script =================
 
@@ -564,9 +564,10 @@ def one_attempt(run):  # start the command, be there until nothing of it is left
           "signature": f"{cause} {p['phase'] if ended else re.sub('0x[0-9a-f]+|[0-9]+', '#', root)[:200]}",
           "wasted": 0.0 if gain is None else time.monotonic() - (p["gained"] or a["start"]),
           "done_missing": bool(options.done) and not (run.folder / options.done).exists()}
-    run.pids, run.leader, s = run.pids | {x.pid for x in killed}, None, run.state
-    save(run, best=max(best, p["top"] or 0), known=p["known"], leader=0, attempts=s["attempts"] + 1,
-         useful=s["useful"] + up - bool(code) * a["wasted"], gpu_time=s["gpu_time"] + up * len(run.gpus.rows))
+    run.pids, run.leader, t = run.pids | {p.pid for p in killed}, None, run.state["totals"]
+    save(run, best=max(best, p["top"] or 0), known=p["known"], leader=0, totals={
+        "attempts": t["attempts"] + 1, "useful": t["useful"] + up - a["wasted"] * bool(code),
+        "gpu": t["gpu"] + up * len(run.gpus.rows)})
     note(run, "exit", story(a), **a, lines=[x[:500] for x in lines[-200:]], gpu_rows=run.gpus.rows)
 
 def gpus_back(run):  # wait until the GPUs hold no more than before the run -> "" or why not
@@ -609,10 +610,10 @@ def supervise(run):  # the life of a run -> (exit code, how it ended)
 
 def summary(state):  # -> (what is left in the ledgers, what the run took)
     used = ledgers(state["history"], argparse.Namespace(**state["options"]), time.monotonic())
-    wall, useful = time.time() - state["began"], state["useful"]
+    wall, t = time.time() - state["began"], state["totals"]
     return ", ".join(f"{name} {max(0, n - count):g} of {n:g}" for name, (count, n) in used.items()), (
-        f"{state['attempts']} attempts in {span(wall)}: {span(useful)} training, {span(wall - useful)} lost, "
-        f"{state['gpu_time'] / 3600:.1f} GPU hours")
+        f"{t['attempts']} attempts in {span(wall)}: {span(t['useful'])} training, "
+        f"{span(wall - t['useful'])} lost, {t['gpu'] / 3600:.1f} GPU hours")
 
 def lock(folder, mode="r", kind=fcntl.LOCK_SH):  # -> (the lock, who holds it instead or "")
     held = open(folder / "supervise.lock", mode)  # noqa: SIM115  until the process ends
@@ -657,8 +658,8 @@ def stop(folder):  # ask the supervisor for an end in order, or end what a dead 
 
 def begin(folder, command, options):  # all that a run holds, nothing started. One that was cut off goes on
     old, p = read_json(folder / "state.json"), dict(START)
-    state = {"history": [], "stop": 0, "best": 0, "known": False, "leader": 0, "attempt": 0, "attempts": 0,
-             "began": time.time(), "useful": 0.0, "gpu_time": 0.0}
+    state = {"history": [], "stop": 0, "best": 0, "known": False, "leader": 0, "attempt": 0,
+             "began": time.time(), "totals": {"attempts": 0, "useful": 0.0, "gpu": 0.0}}
     state |= {k: old[k] for k in (("best", "known", "attempt") if old.get("ended") else state) if k in old}
     state |= {"command": command, "options": vars(options), "ended": "", "now": "starting", "p": p}
     gpus = argparse.Namespace(

@@ -52,7 +52,7 @@ GAIN, SHORT = {"gain": True}, {"up": 60.0}
 NAN = {"code": 76, "cause": "nan", "signature": "nan"}
 TABLE = [  # what happened, what is decided, the word that must be in the sentence
     ("finished", [{"code": 0, "root": ""}], ("finished", 0), "finished"),
-    ("finished, with a failure in its text", [{"code": 0, "step": 1000}], ("finished", 0), "holds a failure"),
+    ("finished, with a failure in its text", [{"code": 0, "step": 1000}], ("finished", 0), "even so"),
     ("exit 0, a failure in its text and steps missing", [{"code": 0}], ("relaunch", None), "steps missing"),
     ("exit 0, steps missing, no failure in its text", [{"code": 0, "root": ""}], ("finished", 0), "finished"),
     (
