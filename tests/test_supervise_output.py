@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from supervise_kit import CASES, bearers, case, covered_cases, supervised, toy, until
+from supervise_kit import CASES, bearers, call, case, covered_cases, supervised, toy, until
 
 MIB = 1 << 20
 
@@ -237,6 +237,19 @@ def test_log_pulled_away(tmp_path, how):
         if how == "moved":
             steps = [int(x) for x in re.findall(rb"step +(\d+)/", old.read_bytes() + run.log())]
             assert steps == list(range(1, steps[-1] + 1)), "steps are missing between the two"
+
+@case(28, 39)
+def test_folder_pulled_away_stays_taken(tmp_path):
+    """Catches a second supervisor, and with it a second trainer, on a run whose folder somebody removed to
+    begin anew while it still ran."""
+    command = toy("--steps 9999 --save-every 999999")
+    with supervised(tmp_path, "", command) as run:
+        run.logged("step    3")
+        shutil.rmtree(run.dir.rename(tmp_path / "old"))
+        until(lambda: (run.dir / "supervise.lock").exists() and b"step" in run.log(), what="a new folder")
+        code, _, err = call("--run-dir", run.dir, "--", *command)
+        assert code == 96 and f"process {run.pid} " in err
+        assert call("stop", run.dir)[0] == 0 and run.ended() == 75
 
 # ----------------------------------------------------------------------- terminals, and what a child is given
 
