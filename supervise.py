@@ -293,7 +293,8 @@ def decide(history, limits, now, stop=0):
 # ============================================ above: pure; below: effects, read as a script =================
 
 def quietly(act, *arguments, **more):  # None where a process or a file is gone, or the disk is full
-    with suppress(OSError, ValueError, TypeError, re.error, psutil.Error, subprocess.SubprocessError):
+    with suppress(OSError, ValueError, TypeError, AttributeError, re.error, psutil.Error,
+                  subprocess.SubprocessError):
         return act(*arguments, **more)
 
 class Output:  # the child's bytes: to attempt_NNN.log and its parts, to the terminal as it reads, a tail here
