@@ -13,10 +13,9 @@
     python supervise.py stop runs/q          ask for a checkpoint and the end; again: kill
 
 Progress is a heartbeat that moves ($SUPERVISE_HEARTBEAT) or another step in the output; a command that never
-shows either is judged by its silence. A cause read from the text is a label: exit codes and five ledgers
-decide; who starts an ended run again has them anew. Exit codes: 0 finished; the command's own, or 130/143,
-after a stop; 2, 126, 127 as the command gave them; 93 relaunching is useless; 94 restarts or time are spent;
-95 the machine needs a person; 96 another supervisor has this run; 97 an error in here.
+shows either is judged by its silence. A cause read from the text is a label: exit codes and ledgers decide.
+Exit codes: 0 finished; the command's own, or 130/143, after a stop; 2, 126, 127 as the command gave them; 93
+relaunching is useless; 94 restarts or time are spent; 95 a person is needed; 96 supervised already; 97 our own.
 """
 import argparse
 import ctypes
@@ -38,9 +37,8 @@ from pathlib import Path
 import psutil
 
 OPTIONS = (  # name, default, what it is; seconds where nothing else is said
-    ("run-dir", "", "RUN; none: the command's --out, else runs/<script>-<6 hex of it>"),
-    ("step-regex", "", "finds the step (group 1) and the total (group 2) in a line of output"),
-    ("done", "", "a file in RUN that a finished run has left"), ("plan", False, "say what would happen"),
+    ("run-dir", "", "RUN; none: --out, else runs/<script>-<hash>"), ("plan", False, "say what would happen"),
+    ("step-regex", "", "finds the step (group 1) and total (2)"), ("done", "", "a file of a finished run"),
     ("grace", 120.0, "a stop: from TERM to KILL"), ("hang-grace", 15.0, "a hang: from TERM to KILL"),
     ("hang", 900.0, "without progress, at least"), ("hang-factor", 5.0, "... and so many longest steps"),
     ("first-progress", 1800.0, "... to the first step"), ("phase-limit", 3600.0, "... in other phases"),
@@ -73,8 +71,7 @@ def parse(argv):  # -> (options, command)
     o, rest = parser.parse_known_args(argv[:cut])
     for wrong, text in (
             (rest, f"{' '.join(rest)}: no such option; the command begins after --"),
-            (any(type(v) is not str and not 0 <= v < 1e9 for v in vars(o).values())
-             or not o.log_part_size or o.log_parts < 2, "a number is out of range"),
+            (any(type(v) is not str and not 0 <= v < 1e9 for v in vars(o).values()), "a number out of range"),
             (o.backoff > o.backoff_cap, f"--backoff {o.backoff:g} is above --backoff-cap {o.backoff_cap:g}"),
             (not quietly(lambda: re.compile(o.step_regex or STEP).groups), "--step-regex: no group"),
             (not argv[cut + 1:], "no command: supervise.py [options] -- COMMAND ...")):
@@ -118,9 +115,8 @@ OWN = re.compile(r"(?m)^(?:\S*/)?[\w-]+\.py: (?:(.{1,60}?) failed: )?(\D.+)$")  
 CASCADE = re.compile(r"NCCL|ProcessGroup|Dist\w+Error|onnection (closed|reset|refused)|roken ?[Pp]ipe|^EOFErr"
                      r"|gloo|r: Aborted|KeyboardInterrupt|elastic|Process(Raised|Exited)|terminate called")
 
-def root_line(text, pattern=STEP):
-    """The output of perhaps many processes at once -> (process or "", the first failure: its type and whole
-    message, then what it led to where Python says so). What five more steps followed is old."""
+def root_line(text, pattern=STEP):  # the output of many processes -> (process or "", type and message of the
+    # first failure, then what it led to where Python says so). What five more steps followed is old
     found, end, steps = [], 0, {m[0]: m.start() for m in pattern.finditer(text)}  # (process, words, where)
     old = sorted(steps.values())[-5] if len(steps) > 4 else -1
     for m in FAILURE.finditer(text):
@@ -144,8 +140,7 @@ CAUSES = (  # label, what gives it away in the root line
     ("cuda-oom", r"CUDA out of memory|CUDA_ERROR_OUT_OF_MEMORY|CUBLAS_STATUS_ALLOC_FAILED"),
     ("disk-full", r"No space left on device|Disk quota exceeded"),
     ("gpu-lost", r"GPU is lost|off the bus|no CUDA-capable|uncorrectable ECC|there at the last attempt"),
-    ("bad-checkpoint", r"PytorchStreamReader|SafetensorError|UnpicklingError|HeaderTooLarge|state_dict for"
-     r"|[Cc]heckpoint\b.*\b(broken|corrupt|damaged|truncated)"),
+    ("bad-checkpoint", r"PytorchStream|Safetensor|Unpickl|state_dict for|heckpoint.*(broken|corrupt|damage)"),
     ("import", r"^(ModuleNotFoundError|ImportError|SyntaxError|IndentationError)\b"),
     ("nccl-timeout", r"Watchdog caught|NCCL.*(time-?out|timed out)"),
     ("nan", r"Diverged|(loss|gradient)\S* (is|are|was) (nan|not finite|non-finite)"))
@@ -161,8 +156,8 @@ def cause_of(code, root, text="", ended="", oom_killed=False):  # -> label. ende
 
 SHOWN = "memory.total memory.used utilization.gpu temperature.gpu power.draw power.limit".split()
 APPS, CORE = "gpu_uuid pid process_name used_gpu_memory".split(), "timestamp index uuid name".split() + SHOWN
-EXTRA = ("pci.bus_id driver_version pstate clocks.current.sm utilization.memory temperature.memory clocks_"
-         "event_reasons.active ecc.errors.uncorrected.volatile.total gpu_recovery_action mig.mode.current "
+EXTRA = ("pci.bus_id driver_version pstate clocks.current.sm utilization.memory temperature.memory clocks_ev"
+         "ent_reasons.active ecc.errors.uncorrected.volatile.total gpu_recovery_action mig.mode.current "
          "persistence_mode").split()
 NUMBERS = {*SHOWN, "clocks.current.sm", "utilization.memory", "temperature.memory", "used_gpu_memory"}
 UNKNOWN = re.compile(r"(?i)|\[?(n/a|not supported|unknown error|insufficient permissions|requested .*)\]?")
@@ -256,16 +251,15 @@ def exit_words(code, core=False):
         f"was killed by {name} (exit {128 - code}{', core dumped' * core})")
 
 def story(a):  # an attempt as a plain dict -> how it ended, in words
-    text = f"attempt {a['number']}, {span(a['up'])}, step {a['step']}" + ", no gain" * (a["gain"] is False)
-    text += f" ({a['strays']} processes outlived it)" * (a["strays"] > 0)
+    text = f"attempt {a['number']}, {span(a['up'])}" + f", step {a['step']}" * (a["step"] is not None)
+    text += ", no gain" * (a["gain"] is False) + f" ({a['strays']} processes outlived it)" * (a["strays"] > 0)
     text += f": it {a['words'] or exit_words(a['code'], a['core'])}" + f": {a['root']}" * bool(a["root"])
     why = f"{a['cause']}: {WORDS[a['cause']]}" if a["cause"] in WORDS else a["cause"]
     return text + f" [{why}]" * bool(a["code"])
 
 def decide(history, limits, now, stop=0):
     """The newest attempt is over -> (relaunch, finished, stopped or give up; exit code; delay; a sentence).
-    history: attempts as plain dicts, since a person started the run, oldest first; now: by the clock of their
-    start; stop: the signal by which a person asked for the end, or 0."""
+    history: plain dicts, the oldest first; now: by the clock of their start; stop: a person's signal or 0."""
     a, used, code = history[-1], ledgers(history, limits, now), history[-1]["code"]
     short = code == FINISHED and (a["done_missing"] or (a["root"] and (a["step"] or 0) < (a["total"] or 0)))
     missing = f"; no finish, {'the --done file' if a['done_missing'] else 'steps'} missing" if short else ""
@@ -431,8 +425,7 @@ def end_in_order(run, roots, grace, alive):  # CONT and TERM to the main process
         for p in {main_process(root) for root in roots} - told:
             if not told or (quietly(p.create_time) or 0) > began:  # a script's next command; not its shell
                 told.add(p)
-                quietly(p.resume)
-                quietly(p.terminate)
+                [quietly(act) for act in (p.resume, p.terminate)]
         pump(run, min(POLL, max(0.0, end - time.monotonic())))
 
 def sweep(run):  # freeze and kill all that is left until two looks find nothing -> (killed, who defies it)
@@ -440,8 +433,7 @@ def sweep(run):  # freeze and kill all that is left until two looks find nothing
     killed, left, clean, end = set(), [], 0, time.monotonic() + SWEEP
     while clean < 2 and time.monotonic() < end:
         left = tree(run)
-        for act in [p.suspend for p in left] + [p.kill for p in left]:
-            quietly(act)
+        [quietly(act) for act in [p.suspend for p in left] + [p.kill for p in left]]
         killed, clean = killed | set(left), 0 if left or (run.leader and run.status is None) else clean + 1
         pump(run, 0.02)
     return killed, "" if clean == 2 else f"process {(*left, run.leader)[0]} cannot be killed"
@@ -454,10 +446,9 @@ def stacks(run):  # where the run stands -> (in short; by process, Python's stac
         out.append(f"{p.pid} {quietly(p.name)} {quietly(p.status)} {wchan} {re.findall(r'] (.*)', stack)}")
         if int((re.findall(r"SigCgt:\s*(\w+)", caught) or "0")[0], 16) >> 9 & 1:
             quietly(p.send_signal, signal.SIGUSR1)  # it would end a process that does not wait for it
-    spy = f"py-spy dump --pid {main.pid}".split()
-    out.append(quietly(subprocess.check_output, spy, text=True, timeout=9) or "")
+    spy = quietly(subprocess.check_output, f"py-spy dump -p {main.pid}".split(), text=True, timeout=9) or ""
     wait_for(run, lambda: False, POLL)  # faulthandler's answer to USR1 comes through the output
-    return f"main process {main.pid} is {quietly(main.status)}", "\n".join(out)[:20000]
+    return f"main process {main.pid} is {quietly(main.status)}", "\n".join([*out, spy])[:20000]
 
 def pump(run, seconds=POLL):  # one turn: what the child writes, whether it lives, a look. All waiting is here
     ready = select.select([run.pipe] if run.pipe else [], [], [], seconds)[0]
@@ -490,8 +481,7 @@ def read_pipe(run):  # a step is progress; so is any output of a command that ne
 
 def look(run):  # twice a second: heartbeat, log, news; every --gpu-interval: who is there, the state
     now, gpus, run.next_look = time.monotonic(), run.gpus, time.monotonic() + LOOK
-    quietly(take, run) if run.leader else None
-    beat, _ = (read_json(run.folder / "heartbeat.json"), run.output.check()) if run.leader else ({}, None)
+    beat, *_ = (read_json(run.heart), run.output.check(), quietly(take, run)) if run.leader else ({},)
     if beat and beat not in (run.beat, run.old_beat):
         run.beat, step = beat, beat.get("step") if type(beat.get("step")) is int else None
         advance(run.p, now, step, str(beat.get("phase", "")), run.state["best"])
@@ -518,7 +508,7 @@ def spawn(run):  # the command in a session of its own -> the attempt as it stan
     env = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **os.environ}
     env |= {f"SUPERVISE_{name}": str(value) for name, value in own.items()}
     run.p, run.beat = {**START, "moved": now, "known": run.state["known"]}, {}
-    run.old_beat, log = read_json(own["HEARTBEAT"]), run.output
+    run.heart, run.old_beat, log = own["HEARTBEAT"], read_json(own["HEARTBEAT"]), run.output
     log.path, log.part, log.ring, log.partial = home / f"attempt_{number:03}.log", 0, bytearray(), b""
     log.check()
     run.pipe, theirs = os.pipe()
@@ -623,13 +613,11 @@ def lock(folder, mode="r", kind=fcntl.LOCK_SH):  # -> (the lock, who holds it in
 
 def take(run):  # the lock, and again where its file was pulled away -> who has it
     run.folder.mkdir(parents=True, exist_ok=True)
-    if not quietly(lambda: os.path.samestat(os.stat(run.lock.name), os.fstat(run.lock.fileno()))):
-        run.lock, other = lock(run.folder, "a+", fcntl.LOCK_EX)
-        if other:
-            return other
-        run.lock.truncate(0)
-        print(run.owner, file=run.lock, flush=True)
-    return run.owner
+    if quietly(lambda: os.path.samestat(os.stat(run.lock.name), os.fstat(run.lock.fileno()))):
+        return run.owner
+    run.lock, other = lock(run.folder, "a+", fcntl.LOCK_EX)
+    [run.lock.truncate(0), print(run.owner, file=run.lock, flush=True)] if not other else None
+    return other or run.owner
 
 def status(folder):  # one screen for a tired person, also when the run is dead
     s, beat = (read_json(folder / name) for name in ("state.json", "heartbeat.json"))
@@ -651,10 +639,9 @@ def stop(folder):  # ask the supervisor for an end in order, or end what a dead 
         print(f"{owner} was asked to stop the run; a second stop kills it", flush=True)
         while lock(folder)[1] == owner:
             time.sleep(0.1)
-    else:
-        run = begin(folder, read_json(folder / "state.json").get("command", []), parse(["--", "-"])[0])
-        end_leftover(run)
-        save(run, ended=run.state["ended"] or "stopped, as asked; its supervisor was dead", stop=0, leader=0)
+    elif not (old := read_json(folder / "state.json")).get("ended"):
+        end_leftover(run := begin(folder, old.get("command", []), parse(["--", "-"])[0]))
+        save(run, ended="stopped, as asked; its supervisor was dead", stop=0, leader=0)
     print(f"nothing runs: {read_json(folder / 'state.json').get('ended')}")
 
 def begin(folder, command, options):  # all that a run holds, nothing started. One that was cut off goes on
@@ -688,7 +675,7 @@ def main(argv):
     run = begin(folder, command, options)
     if options.plan:
         print(f"would run {' '.join(command)}\nin {folder}, where {len(tree(run))} of its processes live\n"
-              f"left: {summary(run.state)[0]}", *(f"  {k} = {v}" for k, v in vars(options).items()), sep="\n")
+              f"left: {summary(run.state)[0]}; {vars(options)}")
         return FINISHED
     run.owner = f"process {os.getpid()} since {time.strftime(CLOCK)}"
     owner = quietly(take, run) or refuse(USAGE, f"{folder}: cannot be written")
