@@ -15,7 +15,7 @@
 Progress is a heartbeat that moves ($SUPERVISE_HEARTBEAT) or another step in the output; a command that never
 shows either is judged by its silence. A cause read from the text is a label: exit codes and ledgers decide.
 Exit codes: 0 finished; the command's own, or 130/143, after a stop; 2, 126, 127 as the command gave them; 93
-relaunching is useless; 94 restarts or time are spent; 95 a person is needed; 96 supervised already; 97 our own.
+relaunching is useless; 94 restarts or time are spent; 95 needs a person; 96 supervised already; 97 our own.
 """
 import argparse
 import ctypes
