@@ -334,11 +334,11 @@ def breed(*_):  # another one of this, in a session of its own, that does not be
     subprocess.Popen([sys.executable, "-S", "-c", *sys.argv[1:2], *sys.argv[1:]], start_new_session=True,
                      env={"BREEDER": sys.argv[2]}, stdin=-3)
 signal.signal(signal.SIGTERM, lambda *_: [breed() for i in range(3)])
-parent, end, children = os.getppid(), time.time() + 20, int(sys.argv[3])
+parent, end, children = os.getppid(), float(sys.argv[4]), int(sys.argv[3])  # one end for the whole line
 while time.time() < end:
     time.sleep(0.002)
     if children:
-        subprocess.Popen(["sleep", "20"], start_new_session=True, env={"BREEDER": sys.argv[2]}).pid
+        subprocess.Popen(["sleep", "9"], start_new_session=True, env={"BREEDER": sys.argv[2]}).pid
         time.sleep(0.05)
     if os.getppid() != parent:
         parent = breed() or os.getppid()
@@ -357,8 +357,9 @@ def test_respawning_tree_is_swept(tmp_path):
             with suppress(OSError):
                 found += [int(pid)] * (mark in Path(f"/proc/{pid}/environ").read_bytes())
         return found
+    end = str(time.time() + 20)
     start = "; ".join(
-        f"subprocess.Popen([sys.executable, '-S', '-c', code, code, {str(tmp_path)!r}, {every!r}], "
+        f"subprocess.Popen([sys.executable, '-S', '-c', code, code, {str(tmp_path)!r}, {every!r}, {end!r}], "
         f"env={{'BREEDER': {str(tmp_path)!r}}}, start_new_session=True)" for every in "001")
     command = toy("--steps 99999 --save-every 99999 --at 2", f"code = {BREEDER!r}; {start}")
     with supervised(tmp_path, "--backoff 99 --backoff-cap 99", command) as run:
