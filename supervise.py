@@ -545,7 +545,7 @@ def one_attempt(run):  # start the command, be there until nothing of it is left
     p, best, lines = run.p, run.state["best"], lines_of(bytes(run.output.ring))
     code = -signal.SIGKILL if alive() else os.waitstatus_to_exitcode(run.status)
     process, root = root_line(text := "\n".join(lines), run.pattern)
-    cause = cause_of(code, root, text, ended, code and oom_kills() > run.oom)
+    cause = cause_of(code, root, text, ended, "SIGKILL" in root + exit_words(code) and oom_kills() > run.oom)
     last = next((x[:500] for x in lines[::-1] if x.strip() and code), "")
     root = f"{process}: {root}" if process else root or last
     gain = True if (p["top"] or 0) > best else False if p["known"] and not p["wrapped"] else None
