@@ -788,11 +788,16 @@ def test_workers_that_outlive_the_leader(tmp_path):
 def test_pipe_that_never_ends(tmp_path):
     """Catches a supervisor that waits for the end of the output instead of the end of the process."""
     hold = "subprocess.Popen(['sleep', '600'], start_new_session=True); os._exit(3)"
-    with supervised(tmp_path, "--max-no-gain 1", toy("--steps 9 --at 2", hold)) as run:
-        assert run.event("exit")["code"] == 3
-        run.event("decision")
-        run.send(signal.SIGTERM)
-        run.ended()
+    with supervised(tmp_path, "", toy("--steps 99 --pace 0.03 --at 40", hold)) as run:
+        run.logged("step    2")
+        held = os.open(f"/proc/{run.leader()}/fd/1", os.O_WRONLY)  # by someone whom no sweep can find
+        try:
+            assert run.event("exit")["code"] == 3
+            run.event("start", 2)
+            run.send(signal.SIGTERM)
+            assert run.ended() == 75
+        finally:
+            os.close(held)
 
 
 @case(24)
@@ -833,7 +838,7 @@ def test_second_supervisor_is_refused(tmp_path):
 @case(28)
 def test_killed_supervisor_goes_on_and_never_runs_two(tmp_path):
     """Catches a second trainer beside one that a killed supervisor left, and counters that begin again."""
-    command = toy("--steps 30 --resume --save-seconds 0.5 --pace 0.03 --attempts 1 --at 4", "os._exit(1)")
+    command = toy("--steps 30 --resume --save-seconds 1 --pace 0.03 --attempts 1 --at 4", "os._exit(1)")
     with supervised(tmp_path, "--max-no-gain 9", command) as run:
         run.event("start", 2)
         run.logged("step    8", 2)
@@ -841,8 +846,9 @@ def test_killed_supervisor_goes_on_and_never_runs_two(tmp_path):
         run.process.kill()
         run.process.wait()
         with supervised(tmp_path, "--max-no-gain 9", command) as again:
+            again.event("start", 3)
+            assert not alive(leader), "two at a time"
             assert again.ended() == 0
-            assert not alive(leader)
             starts = again.events("start")
             assert [e["attempt"] for e in starts] == [1, 2, 3]
             assert f"toy {leader} " not in again.log(3).decode() and b"begins at 4" not in again.log(3)
@@ -864,7 +870,7 @@ def test_first_signal_asks_and_waits(tmp_path, number):
 @case(44)
 def test_second_signal_kills(tmp_path):
     """Catches a second Ctrl-C that has to wait for the grace."""
-    with supervised(tmp_path, "", toy("--steps 9999 --on-term ignore")) as run:
+    with supervised(tmp_path, "--grace 600", toy("--steps 9999 --on-term ignore")) as run:
         run.logged("step    2")
         run.send(signal.SIGINT)
         run.event("stop")
