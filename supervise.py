@@ -4,7 +4,6 @@
     supervise ── one loop: drains the output, reads heartbeat and GPUs, decides, waits
      ├─ the command    own session; its output goes to RUN/attempt_NNN.log and to the terminal
      └─ nvidia-smi     one call at a time, from a thread that nobody waits for
-
     start ──> running ──> gone ──> tree swept ──> GPUs free ──> decide ──> back-off ──> start ...
                  └──> a stop, a hang, loss nan: TERM to its main process, grace, KILL to the tree ──> gone
 
@@ -12,10 +11,9 @@
     python supervise.py status runs/q        one screen, also when the run is dead
     python supervise.py stop runs/q          ask for a checkpoint and the end; again: kill
 
-Progress is a heartbeat that moves ($SUPERVISE_HEARTBEAT) or another step in the output; a command that never
-shows either is judged by its silence. A cause read from the text is a label: exit codes and ledgers decide.
-Exit codes: 0 finished; the command's own, or 130/143, after a stop; 2, 126, 127 as the command gave them; 93
-relaunching is useless; 94 restarts or time are spent; 95 needs a person; 96 supervised already; 97 our own.
+Progress: a heartbeat that moves ($SUPERVISE_HEARTBEAT), another step in the output or, of a command that
+never shows either, any output. A cause read from the text is a label: exit codes and ledgers decide. Its own
+exit codes: 93 useless to relaunch, 94 limits spent, 95 needs a person, 96 supervised already, 97 our error.
 """
 import argparse
 import ctypes
@@ -184,8 +182,8 @@ def gpu_words(rows):  # -> one line a GPU, - where a value is unknown
         r["index"], *("-" if r[f] is None else f"{r[f]:.0f}" for f in SHOWN)) for r in rows]
 
 def lost(first, rows, error):  # -> what is wrong with a GPU that was fine before the run, or ""
-    here = {r["uuid"] for r in rows}
-    gone = [f"GPU {r['index']} ({u}) is listed no more" for u, r in first.items() if here and u not in here]
+    here = {r["uuid"] for r in rows} or first
+    gone = [f"GPU {r['index']} ({u}) is listed no more" for u, r in first.items() if u not in here]
     sick = [f"GPU {r['index']} asks for {r['gpu_recovery_action']}" for r in rows
             if r.get("gpu_recovery_action") not in (None, "None")]
     return "; ".join([error] * bool(LOST.search(error)) + gone + sick) if first else ""
@@ -441,8 +439,8 @@ def sweep(run):  # freeze and kill all that is left until two looks find nothing
 def stacks(run):  # where the run stands -> (in short; by process, Python's stacks too where one can tell)
     out, main = [], main_process(run.leader)
     for p in tree(run)[:64]:
-        where, files = Path(f"/proc/{p.pid}"), ("wchan", "stack", "status")
-        wchan, stack, caught = (quietly((where / name).read_text) or "" for name in files)
+        wchan, stack, caught = (quietly(Path(f"/proc/{p.pid}/{name}").read_text) or "" for name in
+                                ("wchan", "stack", "status"))
         out.append(f"{p.pid} {quietly(p.name)} {quietly(p.status)} {wchan} {re.findall(r'] (.*)', stack)}")
         if int((re.findall(r"SigCgt:\s*(\w+)", caught) or "0")[0], 16) >> 9 & 1:
             quietly(p.send_signal, signal.SIGUSR1)  # it would end a process that does not wait for it
@@ -546,8 +544,8 @@ def one_attempt(run):  # start the command, be there until nothing of it is left
     code = -signal.SIGKILL if alive() else os.waitstatus_to_exitcode(run.status)
     process, root = root_line(text := "\n".join(lines), run.pattern)
     cause = cause_of(code, root, text, ended, "SIGKILL" in root + exit_words(code) and oom_kills() > run.oom)
-    last = next((x[:500] for x in lines[::-1] if x.strip() and code), "")
-    root = f"{process}: {root}" if process else root or last
+    root = root or next((x[:500] for x in lines[::-1] if x.strip() and code), "")
+    root = f"{process}: {root}" if process else root
     gain = True if (p["top"] or 0) > best else False if p["known"] and not p["wrapped"] else None
     a |= {"up": up, "code": code, "core": os.WCOREDUMP(run.status or 0), "ended": ended, "words": words,
           "root": root, "cause": cause, "unkillable": unkillable, "gain": gain, "strays": len(killed) - by_us,
@@ -563,10 +561,12 @@ def one_attempt(run):  # start the command, be there until nothing of it is left
 
 def gpus_back(run):  # wait until the GPUs hold no more than before the run -> "" or why not
     g, end, trouble, gone = run.gpus, time.monotonic() + run.options.gpu_wait, None, ""
+    visible = {*re.findall(r"[\w-]+", os.environ.get("CUDA_VISIBLE_DEVICES", ""))}  # none named: all
     while g.first and not (run.asked or gone or trouble == "") and (asked := time.monotonic()) < end:
         g.wake.set()
         if wait_for(run, lambda: g.asked >= asked or run.asked, end - asked):
-            trouble, gone = held(g.first, g.rows, g.apps, run.pids), lost(g.first, g.rows, g.error)
+            mine = [r for r in g.rows if not visible or {r["index"], r["uuid"]} & visible]
+            trouble, gone = held(g.first, mine, g.apps, run.pids), lost(g.first, g.rows, g.error)
             wait_for(run, lambda: run.asked or gone or trouble == "", min(2.0, run.options.gpu_interval))
     trouble = f"the GPUs cannot be read ({g.error}), and unknown is not free" if trouble is None else trouble
     return "" if not g.first or run.asked else gone or trouble

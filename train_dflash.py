@@ -201,7 +201,10 @@ def default_gamma(block):
 # -------------------------------------------------------------------------------------------- small tools
 
 def say(text):
-    print(text, flush=True)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # who read it is gone, a killed supervisor perhaps: the run goes on and saves
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 def atomic_write(path, text, sync=True):
     """Replace the file as a whole: a reader meets the old text or the new; sync: also after a power cut."""

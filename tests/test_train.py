@@ -102,6 +102,21 @@ def test_sigterm_saves_and_goes_on(tiny, tmp_path, straight):
     same(masters(out), masters(straight), exact=False)
 
 
+def test_nobody_reads_the_output(tiny, tmp_path):
+    """Catches a run that loses its checkpoint because its output has no reader any more, as after the death
+    of a supervisor: it goes on, obeys SIGTERM, saves and says 75."""
+    out = tmp_path / "run"
+    process = start(tiny, out, "--max-steps", 400, "--save-every", 300, "--eval-every", 300)
+    until(lambda: metrics(out, "train"))
+    process.stdout.close()
+    seen = len(metrics(out, "train"))
+    until(lambda: len(metrics(out, "train")) > seen + 5 or process.poll() is not None)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 75 and "stopped on request" in process.stderr.read()
+    process.stderr.close()
+    assert (out / "checkpoints" / "latest").exists()
+
+
 @pytest.mark.parametrize("who", ["target", "drafter"])
 def test_dead_worker_ends_the_run(tiny, tmp_path, who):
     """Catches a run that hangs or claims success when one of its processes is killed: exit 1, the dead one
