@@ -601,7 +601,7 @@ def supervise(run):  # the life of a run -> (exit code, how it ended)
 
 def summary(state):  # -> (what is left in the ledgers, what the run took)
     used = ledgers(state["history"], argparse.Namespace(**state["options"]), time.monotonic())
-    wall, t = time.time() - state["began"], state["totals"]
+    wall, t = (state.get("over") or time.time()) - state["began"], state["totals"]
     return ", ".join(f"{name} {max(0, n - count):g} of {n:g}" for name, (count, n) in used.items()), (
         f"{t['attempts']} attempts in {span(wall)}: {span(t['useful'])} training, "
         f"{span(wall - t['useful'])} lost, {t['gpu'] / 3600:.1f} GPU hours")
@@ -649,7 +649,7 @@ def begin(folder, command, options):  # all that a run holds, nothing started. O
     state = {"history": [], "stop": 0, "best": 0, "known": False, "leader": 0, "attempt": 0,
              "began": time.time(), "totals": {"attempts": 0, "useful": 0.0, "gpu": 0.0}}
     state |= {k: old[k] for k in (("best", "known", "attempt") if old.get("ended") else state) if k in old}
-    state |= {"command": command, "options": vars(options), "ended": "", "now": "starting", "p": p}
+    state |= {"command": command, "options": vars(options), "ended": "", "over": 0, "now": "starting", "p": p}
     gpus = argparse.Namespace(
         timeout=options.gpu_timeout, rows=[], apps=None, first={}, samples=[], asked=0.0,
         error="no nvidia-smi, no GPU figures" * (not shutil.which("nvidia-smi")), wake=threading.Event())
@@ -688,7 +688,7 @@ def main(argv):
         code, how = supervise(run)
         write_minute(run)
         [quietly(p.kill) for p in psutil.Process().children(recursive=True)]  # an nvidia-smi that hangs
-        save(run, ended=how, stop=0, now="ended")
+        save(run, ended=how, stop=0, now="ended", over=time.time())
         note(run, "end", f"{summary(run.state)[1]}; exit {code}: {how}", code=code)
         wait_for(run, lambda: not (run.output.pending and run.output.terminal), DRAIN)  # a slow terminal
         return code

@@ -2204,8 +2204,8 @@ def show_demo(cfg, given, out, begin, stop):
         own, copier, zeroed, untrained = (v["accepted"] for v in list(values.values())[1:5])
         say(f"the demo took {span(time.monotonic() - begin)}. A round of decoding accepts {own:.2f} tokens "
             f"with the drafter, {zeroed:.2f} with the target's features zeroed, {untrained:.2f} untrained, "
-            f"{copier:.2f} by prompt lookup.\nA real run:\n  python train_dflash.py --target Qwen/Qwen3-8B "
-            "--data chats.jsonl --out runs/qwen3-8b")
+            f"{copier:.2f} by prompt lookup.\nA real run:\n  python supervise.py -- python train_dflash.py "
+            "--target Qwen/Qwen3-8B --data chats.jsonl --out runs/qwen3-8b")
     return code, reason
 
 # ------------------------------------------------------------------------------------- main and topology
