@@ -809,7 +809,6 @@ def capture(model, layers, taps, batch, features, mask_of=None):
     all documents are one row; without, each is a row of its own, padded on the right, so that causal
     attention needs no mask and recurrent layers leak nothing across documents."""
     device, D, lengths = features.device, features.shape[1] // len(taps), batch["lengths"]
-    order, starts = np.argsort(-lengths, kind="stable"), np.cumsum(lengths) - lengths
     caught, hooks = tap(layers, taps)
     try:
         if mask_of:
@@ -818,17 +817,19 @@ def capture(model, layers, taps, batch, features, mask_of=None):
             model(input_ids=ids, position_ids=positions, attention_mask=mask_of(begins), use_cache=False)
             for k, t in enumerate(taps):
                 features[:, k * D: (k + 1) * D] = caught[t][0]
-        for first, last, width in rectangles(lengths[order], batch["ids"].shape[0]) if not mask_of else ():
-            rows = order[first:last]
-            ids = np.zeros((len(rows), width), np.int64)
-            source = np.concatenate([r * width + np.arange(lengths[d]) for r, d in enumerate(rows)])
-            place = np.concatenate([starts[d] + np.arange(lengths[d]) for d in rows])
-            ids.reshape(-1)[source] = batch["ids"][place]
-            ids, source, place = (torch.from_numpy(x).to(device) for x in (ids, source, place))
-            model(input_ids=ids, use_cache=False)
-            for k, t in enumerate(taps):
-                found = caught[t].flatten(0, 1)[source]  # [rows, width, D] -> real tokens [n, D]
-                features[:, k * D: (k + 1) * D].index_copy_(0, place, found.to(features.dtype))
+        else:
+            order, starts = np.argsort(-lengths, kind="stable"), np.cumsum(lengths) - lengths
+            for first, last, width in rectangles(lengths[order], batch["ids"].shape[0]):
+                rows = order[first:last]
+                ids = np.zeros((len(rows), width), np.int64)
+                source = np.concatenate([r * width + np.arange(lengths[d]) for r, d in enumerate(rows)])
+                place = np.concatenate([starts[d] + np.arange(lengths[d]) for d in rows])
+                ids.reshape(-1)[source] = batch["ids"][place]
+                ids, source, place = (torch.from_numpy(x).to(device) for x in (ids, source, place))
+                model(input_ids=ids, use_cache=False)
+                for k, t in enumerate(taps):
+                    found = caught[t].flatten(0, 1)[source]  # [rows, width, D] -> real tokens [n, D]
+                    features[:, k * D: (k + 1) * D].index_copy_(0, place, found.to(features.dtype))
     finally:
         for hook in hooks:
             hook.remove()
@@ -904,11 +905,11 @@ class MLP(nn.Module):
         self.gate_proj, self.up_proj, self.down_proj = Linear(D, ffn), Linear(D, ffn), Linear(ffn, D)
 
     def forward(self, x, norm):
-        def ends(x):
+        def gate_and_up(x):
             y = norm(x)
             return self.gate_proj(y), self.up_proj(y)
 
-        return recomputed(lambda a, b: self.down_proj(F.silu(a) * b), *recomputed(ends, x))
+        return recomputed(lambda a, b: self.down_proj(F.silu(a) * b), *recomputed(gate_and_up, x))
 
 class Layer(nn.Module):
     def __init__(self, D, H, G, h, ffn, eps):
@@ -1668,7 +1669,7 @@ def target_worker(seat, job, stop):
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "B300": 2250}  # dense bf16, data sheets
 
 def to_device(batch, device):
-    """The arrays that the graph reads, as tensors on the device."""
+    """The arrays that the graph reads, in drafter_step's order, as tensors on the device."""
     kinds = {"positions": np.int32, "start": np.int32, "anchor": np.int32, "tokens": np.int64, "valid": bool}
     host = {k: torch.from_numpy(np.ascontiguousarray(batch[k], dtype=kind)) for k, kind in kinds.items()}
     if device != "cuda":
@@ -1761,9 +1762,8 @@ def drafter_worker(seat, job, stop):
             for key in (("masters", name), (i, "exp_avg"), (i, "exp_avg_sq")):
                 kept[key] = torch.empty(p.shape, pin_memory=cuda)
 
-    if lead:
-        pinning = threading.Thread(target=keep_room)
-        pinning.start()
+    writer, under_way = ThreadPoolExecutor(1), []  # (step, save), one at most
+    room = writer.submit(keep_room) if lead else None
 
     # --- one graph, compiled once: drafter 0 first, the others find its cache
     features = feature_buffer(job, device)
@@ -1773,8 +1773,7 @@ def drafter_worker(seat, job, stop):
     graph = torch.compile(drafter_step, fullgraph=True, dynamic=False) if cuda else drafter_step
 
     def run_graph(x):
-        arrays = (x[k] for k in ("positions", "start", "anchor", "tokens", "valid"))
-        return graph(drafter, ends, features, *arrays, mask_token_id, cfg.loss, gamma)
+        return graph(drafter, ends, features, *x.values(), mask_token_id, cfg.loss, gamma)
 
     beat("compiling")
     begin = time.perf_counter()
@@ -1864,8 +1863,6 @@ def drafter_worker(seat, job, stop):
         record(write_metric, kind, step=step, micro_batches=m, **values)
         track(kind, {"step": step, **values})
 
-    writer, under_way = ThreadPoolExecutor(1), []  # (step, save), one at most
-
     def finish_save():
         """Await the save under way -> why it failed, which is said, or None."""
         if not under_way:
@@ -1890,7 +1887,7 @@ def drafter_worker(seat, job, stop):
         if not lead:
             return
         finish_save()
-        pinning.join()
+        room.result()
 
         def on_host(tensors, name):
             for k, v in tensors.items():
