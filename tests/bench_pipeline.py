@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from bench_step import forward_backward
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import train_dflash as t
@@ -76,15 +77,10 @@ def alone(folder, chats, cfg, accumulation):
     optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
     graph = torch.compile(t.drafter_step, fullgraph=True, dynamic=False) if cuda else t.drafter_step
 
-    def one_step(batch):
-        x = t.to_device(batch, device)
-        arrays = (x[k] for k in ("positions", "start", "anchor", "tokens", "valid"))
-        rows, gradient, _ = graph(drafter, ends, features, *arrays, 259, "dflash", 7.0)
-        rows.backward(gradient)
-
     ms = {}
     for name, function in (("capture", lambda b: t.capture(base, layers, taps, b, features, mask_of)),
-                           ("graph", one_step), ("optimizer", lambda b: optimizer.step())):
+                           ("graph", lambda b: forward_backward(graph, drafter, ends, features, b)),
+                           ("optimizer", lambda b: optimizer.step())):
         for batch in batches[:2]:
             function(batch)
         torch.cuda.synchronize() if cuda else None

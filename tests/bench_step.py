@@ -64,6 +64,12 @@ def matmul_tflops():
     torch.cuda.synchronize()
     return 2 * 8192**3 / statistics.median(x.elapsed_time(y) for x, y in itertools.pairwise(marks)) / 1e9
 
+def forward_backward(step, drafter, ends, features, batch):
+    """What the trainer does with one micro-batch once its features are there."""
+    arrays = t.to_device(batch, features.device.type).values()
+    rows, gradient, _ = step(drafter, ends, features, *arrays, 7, "dflash", 7.0)
+    rows.backward(gradient)
+
 def measure(name, shape, device, repeats):
     draw, cuda, config = np.random.default_rng(0), device == "cuda", config_of(shape)
     dtype = t.compute_dtype(device)
@@ -79,16 +85,10 @@ def measure(name, shape, device, repeats):
         p.grad = torch.zeros_like(p)
     step = torch.compile(t.drafter_step, fullgraph=True, dynamic=False) if cuda else t.drafter_step
 
-    def once(batch):
-        x = t.to_device(batch, device)
-        arrays = (x[k] for k in ("positions", "start", "anchor", "tokens", "valid"))
-        rows, gradient, _ = step(drafter, ends, features, *arrays, 7, "dflash", 7.0)
-        rows.backward(gradient)
-
     def first_call():
         torch._dynamo.reset()
         begin = time.perf_counter()
-        once(first)
+        forward_backward(step, drafter, ends, features, first)
         torch.cuda.synchronize() if cuda else None
         return time.perf_counter() - begin
 
@@ -99,7 +99,7 @@ def measure(name, shape, device, repeats):
         torch.cuda.reset_peak_memory_stats()
     batches, marks = [batch_of(shape, draw)[0] for _ in range(repeats)], []
     for batch in batches:
-        once(batch)
+        forward_backward(step, drafter, ends, features, batch)
         marks.append(torch.cuda.Event(enable_timing=True) if cuda else time.perf_counter())
         marks[-1].record() if cuda else None
     torch.cuda.synchronize() if cuda else None

@@ -31,6 +31,15 @@ def asked_again(smi, times=2):
     seen = len(smi.calls("gpu"))
     until(lambda: len(smi.calls("gpu")) >= seen + times, what="another look at the GPUs")
 
+def killed_after(change, smi, run):
+    """The run steps, the GPUs change and are looked at, its leader is killed with -9 -> that process."""
+    run.logged("step    2")
+    leader = run.leader()
+    change(smi, run)
+    asked_again(smi)
+    os.kill(leader, signal.SIGKILL)
+    return leader
+
 def still_steps(run):
     """Wait for more steps of the first attempt than its log holds now."""
     seen = run.log().count(b"step")
@@ -89,11 +98,7 @@ def test_no_relaunch_onto_a_full_gpu(tmp_path, smi, change, words):
     """Catches a relaunch while dead or foreign processes hold GPU memory, or while nobody can tell; a foreign
     one that is not named."""
     with supervised(tmp_path, QUICK, ENDLESS, smi) as run:
-        run.logged("step    2")
-        leader = run.leader()
-        change(smi, run)
-        asked_again(smi)
-        os.kill(leader, signal.SIGKILL)
+        leader = killed_after(change, smi, run)
         assert run.ended() == 95
         why = run.events("decision")[0]["text"]
         assert words.format(leader=leader) in why and "needs a person" in why, why
@@ -103,10 +108,7 @@ def test_no_relaunch_onto_a_full_gpu(tmp_path, smi, change, words):
 def test_gpu_memory_that_comes_back_is_waited_for(tmp_path, smi):
     """Catches a run given up although its memory comes back in time, and one relaunched before that."""
     with supervised(tmp_path, f"{QUICK} --gpu-wait 60", RESUMED, smi) as run:
-        run.logged("step    2")
-        foreign(smi, run)
-        asked_again(smi)
-        os.kill(run.leader(), signal.SIGKILL)
+        killed_after(foreign, smi, run)
         run.event("exit")
         asked_again(smi, 4)
         assert len(run.events("start")) == 1 and run.state()["now"] == "waiting for the GPUs"
@@ -118,10 +120,7 @@ def test_gpu_memory_that_comes_back_is_waited_for(tmp_path, smi):
 def test_stop_while_it_waits_for_the_gpus(tmp_path, smi):
     """Catches a Ctrl-C that has to wait for GPU memory, and a child that is started after it."""
     with supervised(tmp_path, f"{QUICK} --gpu-wait 600", ENDLESS, smi) as run:
-        run.logged("step    2")
-        full(smi, run)
-        asked_again(smi)
-        os.kill(run.leader(), signal.SIGKILL)
+        killed_after(full, smi, run)
         until(lambda: run.state()["now"] == "waiting for the GPUs")
         run.send(signal.SIGINT)
         assert run.ended(20) == 130 and len(run.events("start")) == 1
