@@ -308,10 +308,13 @@ def test_many_restarts_leave_nothing(tmp_path, smi):
         until(watched, 5 + many)
         assert run.ended() == 94
         assert len(run.events("exit")) == many + 1 and not any(e["strays"] for e in run.events("exit"))
-        early = [max(v) for v in zip(*(x[1:] for x in seen if 3 <= x[0] <= many // 3))]
-        late = [max(v) for v in zip(*(x[1:] for x in seen if x[0] >= many - many // 3))]
-        print(f"{many} restarts: most descriptors, threads, zombies, MiB: {early} early, {late} late")
-        assert all(b <= a + 2 for a, b in zip(early[:3], late[:3])) and late[3] < early[3] + 2 + many / 100
+        # What is kept lifts the fewest ever held; the most depends on which short call a look meets.
+        picks = (min, min, min, max)
+        early, late = (
+            [pick(v) for pick, v in zip(picks, zip(*(x[1:] for x in seen if x[0] in window)))]
+            for window in (range(3, many // 3 + 1), range(many - many // 3, many + 2)))
+        print(f"{many} restarts: fewest descriptors, threads, zombies, most MiB: {early} early, {late} late")
+        assert all(b <= a + 1 for a, b in zip(early[:3], late[:3])) and late[3] < early[3] + 2 + many / 100
 
 def test_what_it_costs(tmp_path, smi):
     """Catches a supervisor that takes from the run what it watches: it spins, or keeps what it reads."""
