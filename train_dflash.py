@@ -29,7 +29,9 @@ import dataclasses
 import difflib
 import faulthandler
 import fcntl
+import gzip
 import hashlib
+import heapq
 import inspect
 import itertools
 import json
@@ -108,11 +110,17 @@ class Config:
     wandb: str = flag("", "Weights & Biases project")
     workers: int = flag(0, "tokenising processes; 0: one a core")
     plan: bool = flag(False, "print who does what and the memory, exit")
+    init_from: str = flag("", "drafter folder to start from, in place of noise")
     evaluate: str = flag("", "run or export to decode with, no training")
     prompts: str = flag("", "JSONL of prompts; none: the held-out chats")
     num_prompts: int = flag(64, "prompts to decode")
     new_tokens: int = flag(256, "tokens to decode per prompt")
     temperature: float = flag(0.0, "0: greedy; above: lossless sampling")
+    tree: int = flag(0, "--evaluate: draft trees of so many nodes as well")
+    curves: str = flag("", "run whose training curves are drawn, no training")
+    regenerate: str = flag("", "JSONL of prompts or chats to answer, no training")
+    replies: str = flag("", "... by --target, into this JSONL")
+    each_turn: bool = flag(False, "... every turn of a chat, not the last alone")
 
 DONE, USAGE, STOPPED, DIVERGED, FAILED = 0, 2, 75, 76, 1  # exit codes, design.md 6
 TILE = 128  # flex_attention's block: the Triton backward on sm_90 takes no smaller one (pytorch.md 6)
@@ -164,7 +172,7 @@ def check(cfg):
             raise UserError(message)
 
     at_least_0 = ("heads kv_heads head_dim ffn sliding_window full_layers max_steps workers gamma seed "
-                  "temperature").split()
+                  "temperature tree").split()
     above_0 = ("block layers tokens anchors max_length accumulation clip lr eval_every save_every log_every "
                "keep stall_timeout num_prompts new_tokens").split()
     for name, value in dataclasses.asdict(cfg).items():
@@ -520,7 +528,7 @@ def pack(lengths, documents, capacity, seed):
 def micro_batch(documents, cfg, m, held_out=False):
     """What micro-batch m holds: a pure function of (data, config, seed, m), made on every host that needs it.
 
-    Returns numpy arrays: lengths [rows], ids [S], positions [S] (within the document), and for the N blocks
+    Returns numpy arrays: lengths [rows], ids, supervised, positions (in the document) [S]; for the N blocks
     start [N], anchor [N] (indices into the row of S), tokens [N, B] (slot 0 the anchor, then the labels),
     valid [N, B] (the label counts); blocks = how many are real, tokens_used = real context tokens."""
     S = cfg.tokens
@@ -542,7 +550,8 @@ def micro_batch(documents, cfg, m, held_out=False):
     end = np.concatenate([np.repeat(starts + lengths, lengths), np.arange(used, S) + 1])
     batch = blocks_of(ids, supervised, begin, end, cfg.anchors, cfg.block, draw)
     return {"m": m, "held_out": held_out, "lengths": lengths, "ids": ids, "positions": np.arange(S) - begin,
-            "tokens_used": used, "documents": order[bounds[j]: bounds[j + 1]], **batch}
+            "supervised": supervised, "tokens_used": used, **batch,
+            "documents": order[bounds[j]: bounds[j + 1]]}
 
 def blocks_of(ids, supervised, begin, end, N, B, draw):
     """Draw the anchors and cut their blocks. ids, supervised: [S]; begin, end: [S], of each token's document.
@@ -635,6 +644,10 @@ def frozen_ends(model):
     return {"embed": embedding.weight.detach(), "head": model.get_output_embeddings().weight.detach(),
             "embed_scale": float(getattr(embedding, "embed_scale", 1.0)),
             "softcap": float(getattr(text, "final_logit_softcapping", None) or 0.0)}
+
+def end_tokens_of(model, tokenizer):
+    ids = model.generation_config.eos_token_id
+    return {*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id} - {None}
 
 def default_taps(n_layers, count):
     """The published rule (z-lab/dflash model.py): from the 2nd to the third-to-last layer, evenly. On a
@@ -1097,6 +1110,13 @@ def head_and_loss(rows, head, labels, valid, loss, gamma, softcap, chunk=CHUNK):
         parts.append((ce, weights, hit, (d.to(head.dtype) @ head).view_as(x)))
     return tuple(torch.cat(p) for p in zip(*parts))
 
+def draft_rows(drafter, ends, context, at, first, mask_id, attends):
+    """The drafter on blocks whose anchors `first` [N] stand at positions `at` [N] -> rows [N, B-1, D]."""
+    dtype, slots = context[0][0].dtype, torch.arange(drafter.block, device=at.device)
+    x, mask = (F.embedding(ids, ends["embed"]).to(dtype) * ends["embed_scale"]
+               for ids in (first, first.new_full((1,), mask_id)))  # [N, D], [1, D]
+    return drafter(x, mask, ends["rope"][(at[:, None] + slots).flatten()], context, attends)
+
 COUNTERS = 8  # loss, divisor; accepted, blocks; the same of whole blocks; bad positions, blocks they cost
 
 def drafter_step(drafter, ends, features, positions, start, anchor, tokens, valid, mask_id, loss, gamma):
@@ -1106,19 +1126,16 @@ def drafter_step(drafter, ends, features, positions, start, anchor, tokens, vali
     rotary() of all positions (looked up: cosines made where they are used cost 2% of the step) -> rows
     [N, B-1, D] (requires grad), their gradient (of the weighted sum, divided by nothing), counters [COUNTERS
     + 2 (B-1)] float32. A feature that is not finite becomes zeros, blocks that would see it weigh nothing."""
-    S, B = features.shape[0], tokens.shape[1]
+    S = features.shape[0]
     bad = ~torch.isfinite(features).all(-1)  # [S]
     features = torch.where(bad[:, None], 0, features)
     before = F.pad(bad.to(torch.int32).cumsum(0), (1, 0))  # [S+1], bad positions before each
     labelled = valid.any(1)
     valid = valid & (before[anchor] == before[start])[:, None]
 
-    slots = torch.arange(B, device=tokens.device)
-    x, mask = (F.embedding(ids, ends["embed"]).to(features.dtype) * ends["embed_scale"]
-               for ids in (tokens[:, 0], tokens.new_full((1,), mask_id)))  # [N, D], [1, D]
-    at = ((anchor - start)[:, None] + slots).flatten()  # [Q]
     context = drafter.context(features, ends["rope"][positions])
-    rows = drafter(x, mask, ends["rope"][at], context, attentions(drafter, start, anchor, S))  # [N, B-1, D]
+    rows = draft_rows(drafter, ends, context, anchor - start, tokens[:, 0], mask_id,
+                      attentions(drafter, start, anchor, S))  # [N, B-1, D]
 
     with torch.no_grad():
         labels, valid = tokens[:, 1:], valid[:, 1:]
@@ -1180,6 +1197,34 @@ def verify(draft, draft_p, logits, temperature, draw):
             return i, int(torch.multinomial((p[i] - q).clamp(min=0), 1, generator=draw))
     return len(draft), int(torch.multinomial(p[-1], 1, generator=draw))
 
+def best_tree(logp, ids, budget):
+    """The draft tree of `budget` nodes with the most probable prefixes (DDTree, arXiv 2604.12989), best
+    first. logp, ids: lists [B-1][k], the drafts of each slot, best first -> [(token, parent)], parent 0 the
+    anchor, i the i-th node."""
+    heap, nodes = [(-logp[0][0], 0, 0, 0)], []
+    while heap and len(nodes) < budget:
+        cost, parent, slot, rank = heapq.heappop(heap)
+        nodes.append((ids[slot][rank], parent))
+        if rank + 1 < len(logp[slot]):
+            sibling = cost + logp[slot][rank] - logp[slot][rank + 1]
+            heapq.heappush(heap, (sibling, parent, slot, rank + 1))
+        if slot + 1 < len(logp):
+            heapq.heappush(heap, (cost - logp[slot + 1][0], len(nodes), slot + 1, 0))
+    return nodes
+
+def draft_tree(logits, budget):
+    """Draft logits [B-1, V] -> best_tree() of them, as (tokens, parents)."""
+    top = torch.log_softmax(logits, -1).topk(min(budget, logits.shape[-1]))
+    return zip(*best_tree(top.values.tolist(), top.indices.tolist(), budget))
+
+def verify_tree(tokens, parents, chosen):
+    """Follow the target through a tree. chosen: its token after the anchor and after each node -> (path: the
+    anchor, 0, and the nodes kept, the token after them). Greedy or sampled, it is the target that chooses."""
+    nodes, path = {pair: i for i, pair in enumerate(zip(parents, tokens), 1)}, [0]
+    while (path[-1], chosen[path[-1]]) in nodes:
+        path.append(nodes[path[-1], chosen[path[-1]]])
+    return path, chosen[path[-1]]
+
 class Reader:
     """The target with its key/value cache and, after each call, the features of the tokens just read."""
 
@@ -1194,52 +1239,84 @@ class Reader:
         self.cache, self.length = DynamicCache(), 0
 
     @torch.inference_mode()
-    def read(self, tokens, last=0):
-        """Append tokens (list) -> logits [n, V] of the last `last` (0: all); features [n, K*D] of all."""
-        ids = torch.tensor([tokens], device=self.device)
-        out = self.model(input_ids=ids, use_cache=True, logits_to_keep=last, **{self.argument: self.cache})
-        self.length += len(tokens)
+    def read(self, tokens, last=0, parents=None):
+        """Append tokens (list) -> logits [n, V] of the last `last` (0: all); features [n, K*D] of all.
+        parents: of each token its parent's index, of the first -1: a tree, where each sees its ancestors."""
+        ids, more = torch.tensor([tokens], device=self.device), {}
+        if parents:
+            seen = torch.eye(len(tokens), dtype=torch.bool)
+            for i, parent in enumerate(parents[1:], 1):
+                seen[i] |= seen[parent]
+            more = self.tree_arguments(seen.to(self.device))
+        out = self.model(input_ids=ids, use_cache=True, logits_to_keep=last, **more,
+                         **{self.argument: self.cache})
+        self.before, self.length = self.length, self.length + len(tokens)
         if self.taps:
             self.features = torch.cat([self.caught[t][0] for t in self.taps], -1)
         return out.logits[0]
 
-    def crop(self, length):
+    def tree_arguments(self, seen):
+        """seen [n, n] bool, which of the new tokens each sees -> mask and positions as transformers takes
+        them: additive masks of four dimensions are used as they are."""
+        text, depth = self.model.config.get_text_config(), seen.sum(1) - 1
+        at = self.length + depth  # [n]
+        ok = torch.cat([seen.new_ones(len(seen), self.length), seen], 1)  # [n, T]
+        keys = torch.cat([torch.arange(self.length, device=at.device), at])
+        window = getattr(text, "sliding_window", None) or len(keys)
+        lowest = torch.finfo(self.model.dtype).min
+        masks = [torch.where(x, 0.0, lowest).to(self.model.dtype)[None, None]
+                 for x in (ok, ok & (keys > at[:, None] - window))]
+        kinds = getattr(text, "layer_types", None)
+        return {"position_ids": at[None], "attention_mask": dict(zip(
+            ("full_attention", "sliding_attention"), masks)) if kinds else masks[1]}
+
+    @torch.inference_mode()
+    def keep(self, path):
+        """Leave of the tokens read last only those at the indices `path`, in this order."""
+        if path[-1] != len(path) - 1:  # a branch of a tree
+            for layer in self.cache.layers:
+                for x in (layer.keys, layer.values):  # [1, heads, T, h]
+                    x[:, :, self.before: self.before + len(path)] = x[:, :, [self.before + i for i in path]]
+        length = self.before + len(path)
         if length < self.length:
             self.cache.crop(length - self.length)  # negative: so many off the end
             self.length = length
+
+def head_logits(rows, ends):
+    """rows [..., D] -> the target's logits of them [..., V] in float32."""
+    logits = (rows @ ends["head"].T.to(rows.dtype)).float()
+    return ends["softcap"] * torch.tanh(logits / ends["softcap"]) if ends["softcap"] else logits
 
 class Draft:
     """The drafter with its own cache of context keys and values. zero: features blanked, a control."""
 
     def __init__(self, drafter, ends, mask_token_id, length, zero=False):
-        self.drafter, self.ends, self.mask, self.zero, self.length = drafter, ends, mask_token_id, zero, 0
+        self.drafter, self.mask, self.zero, self.length = drafter, mask_token_id, zero, 0
         weight = drafter.fc.weight
+        self.ends = ends | {"rope": rotary(torch.arange(length + drafter.block, device=weight.device),
+                                           drafter.theta, drafter.h)}
         shape = (length, drafter.layers[0].self_attn.k_proj.out_features // drafter.h, drafter.h)
         self.pairs = [[torch.empty(shape, dtype=weight.dtype, device=weight.device) for _ in range(2)]
                       for _ in drafter.layers]
 
     @torch.inference_mode()
-    def __call__(self, tokens, features, temperature, draw):
-        """tokens: all so far, the anchor last; features: of those read since the last call -> as pick()."""
-        d, B, n, device = self.drafter, self.drafter.block, len(features), features.device
+    def logits(self, anchor, features):
+        """anchor: the newest token; features [n, K*D] of the tokens read since the last call -> [B-1, V]."""
+        d, B, begin, S = self.drafter, self.drafter.block, self.length, self.length + len(features)
         features = features.to(d.fc.weight.dtype) * (0 if self.zero else 1)
-        at = torch.arange(self.length, self.length + n, device=device)
-        for pair, new in zip(self.pairs, d.context(features, rotary(at, d.theta, d.h))):
-            pair[0][self.length: self.length + n], pair[1][self.length: self.length + n] = new
-        self.length += n
-        S = self.length
-        ids = torch.tensor([tokens[-1], self.mask], device=device)
-        x = F.embedding(ids, self.ends["embed"]).to(features.dtype) * self.ends["embed_scale"]
-        one, slots = torch.tensor([S], device=device), torch.arange(B, device=device)
-        kv = torch.arange(S + B, device=device)
-        attends = [dense_attend(visible(slots[:, None], kv, one * 0, one, S, B, *rule) if any(rule) else None)
+        for pair, new in zip(self.pairs, d.context(features, self.ends["rope"][begin:S])):
+            pair[0][begin:S], pair[1][begin:S] = new
+        self.length = S
+        one = torch.tensor([S], device=features.device)
+        q, kv = (torch.arange(n, device=features.device) for n in (B, S + B))
+        attends = [dense_attend(visible(q[:, None], kv, one * 0, one, S, B, *rule) if any(rule) else None)
                    for rule in d.rules()]
-        rope = rotary(S + slots, d.theta, d.h)
-        hidden = d(x[:1], x[1:], rope, [(k[:S], v[:S]) for k, v in self.pairs], attends)[0]  # [B-1, D]
-        logits = (hidden @ self.ends["head"].T.to(hidden.dtype)).float()
-        if self.ends["softcap"]:
-            logits = self.ends["softcap"] * torch.tanh(logits / self.ends["softcap"])
-        return pick(logits, temperature, draw)
+        context = [(k[:S], v[:S]) for k, v in self.pairs]
+        first = torch.tensor([anchor], device=features.device)
+        return head_logits(draft_rows(d, self.ends, context, one, first, self.mask, attends)[0], self.ends)
+
+    def __call__(self, tokens, features, temperature, draw):
+        return pick(self.logits(tokens[-1], features), temperature, draw)
 
 def prompt_lookup(B, back=3):
     """A drafter that copies what followed the last occurrence of the last `back` tokens: the yardstick."""
@@ -1250,11 +1327,12 @@ def prompt_lookup(B, back=3):
         return torch.tensor(copied, device=features.device), None
     return draft
 
-def decode(reader, prompt, new_tokens, end_ids, draft=None, temperature=0.0, draw=None, forced=None):
+def decode(reader, prompt, new_tokens, end_ids, draft=None, temperature=0.0, draw=None, forced=None, tree=0):
     """Decode up to new_tokens after prompt (ids), alone or with draft -> (tokens, accepted a round, logits).
 
     logits: one [V] row a token, those it was chosen by. forced: read these tokens instead of the chosen ones.
-    An accepted length counts the drafts kept and the target's own token, up to end token and limit."""
+    tree: draft trees of so many nodes. An accepted length counts the drafts kept and the target's own token,
+    up to end token and limit."""
     reader.start()
     logits = reader.read(prompt, last=1)
     out = [int(pick(logits, temperature, draw)[0]) if forced is None else forced[0]]
@@ -1266,15 +1344,22 @@ def decode(reader, prompt, new_tokens, end_ids, draft=None, temperature=0.0, dra
             out.append(int(pick(logits, temperature, draw)[0]) if forced is None else forced[len(out)])
             kept.append(logits[0])
             continue
-        block, p = draft(prompt + out, features, temperature, draw)
-        logits = reader.read([out[-1], *block.tolist()])
-        n, own = verify(block, p, logits, temperature, draw)
-        features = reader.features[: n + 1]
-        new = [*block[:n].tolist(), own][: new_tokens - len(out)]
+        if tree:
+            drafts, parents = draft_tree(draft.logits(out[-1], features), tree)
+            logits = reader.read([out[-1], *drafts], parents=[-1, *parents])
+            path, own = verify_tree(drafts, parents, pick(logits, temperature, draw)[0].tolist())
+        else:
+            block, p = draft(prompt + out, features, temperature, draw)
+            drafts = block.tolist()
+            logits = reader.read([out[-1], *drafts])
+            n, own = verify(block, p, logits, temperature, draw)
+            path = list(range(n + 1))
+        new = [*(drafts[i - 1] for i in path[1:]), own][: new_tokens - len(out)]
         new = new[: next((i + 1 for i, t in enumerate(new) if t in end_ids), len(new))]
-        out, kept = out + new, kept + list(logits[: len(new)])
+        path = path[: len(new)]
+        features, out, kept = reader.features[path], out + new, kept + list(logits[path])
         rounds.append(len(new))
-        reader.crop(len(prompt) + len(out) - 1)  # all but the newest token, which the next round reads
+        reader.keep(path)  # all but the newest token, which the next round reads
     return out, rounds, kept
 
 def lossless(reader, prompt, spec, spec_logits, plain, plain_logits):
@@ -1291,47 +1376,131 @@ def lossless(reader, prompt, spec, spec_logits, plain, plain_logits):
     noise = (one - block).gather(1, chosen)[:, 0].abs() * (gaps == 0)
     return int((gaps > 0).sum()), float(gaps.max()), float(noise.max())
 
-def read_prompts(path, tokenizer, limit):
-    """JSONL of {"prompt": text} or {"messages": [...]}, a last assistant turn left out -> lists of ids."""
-    prompts = []
-    with refused(f"--prompts {path}: cannot be read", (OSError, UnicodeDecodeError)):
-        lines = Path(path).read_text().split("\n")  # not splitlines(): a text may hold U+2028
-    if not tokenizer.chat_template:
-        raise UserError(f"--prompts {path}: the target's tokenizer has no chat template")
-    for number, line in enumerate(lines, 1):
-        if not line.strip() or len(prompts) == limit:
+TREES = (16, 32, 64)  # nodes of the draft trees that the walk looks at
+WALK_BATCHES = 4  # held-out micro-batches of an evaluation that are walked through
+
+@torch.no_grad()
+def walk(drafter, ends, features, ids, supervised, mask_id):
+    """What decoding along this text would accept. features [n, K*D] and ids [n] (numpy) of one document,
+    supervised [n] bool -> int64 [2 + len(TREES), B+1], how often a draft yields 1, 2 ... B tokens: at every
+    supervised position; on the chain that decoding follows, from each round's last token on; on the chains
+    of trees.
+
+    Random anchors flatter: they fall where one round yields much as often as where it yields little, and
+    decoding, which jumps, spends most of its rounds in the hard places."""
+    B, n = drafter.block, len(ids)
+    room = np.zeros(n, np.int64)  # tokens of its reply after each token
+    for i in range(n - 2, -1, -1):
+        room[i] = room[i + 1] + 1 if supervised[i] and supervised[i + 1] else 0
+    anchors, device = np.flatnonzero(room), features.device
+    context = drafter.context(features, ends["rope"][:n])
+    best, found = [], np.zeros((2 + len(TREES), B + 1), np.int64)
+    for part in torch.from_numpy(anchors).split(32):
+        at = part.to(device)
+        q, kv = (torch.arange(count, device=device) for count in (len(at) * B, n + len(at) * B))
+        attends = [dense_attend(visible(q[:, None], kv, at * 0, at, n, B, *rule)) for rule in drafter.rules()]
+        first = torch.from_numpy(ids[part]).to(device)
+        rows = draft_rows(drafter, ends, context, at, first, mask_id, attends)  # [blocks, B-1, D]
+        logp = torch.log_softmax(head_logits(rows, ends), -1)
+        best += zip(*(x.cpu() for x in logp.topk(min(max(TREES), logp.shape[-1]))))
+    drafts = dict(zip(anchors.tolist(), best))
+    labels = ids.tolist()
+
+    def kept(anchor, tree):
+        logp, tokens = drafts[anchor]
+        if tree:
+            tokens, parents = zip(*best_tree(logp[:, :tree].tolist(), tokens[:, :tree].tolist(), tree))
+            nodes, at, depth = {x: i for i, x in enumerate(zip(parents, tokens), 1)}, 0, 0
+            while depth < room[anchor] and (at, labels[anchor + depth + 1]) in nodes:
+                at, depth = nodes[at, labels[anchor + depth + 1]], depth + 1
+        else:
+            truth = labels[anchor + 1: anchor + 1 + room[anchor]]
+            depth = [*(a == b for a, b in zip(tokens[:, 0].tolist(), truth)), False].index(False)
+        return min(depth + 1, int(room[anchor]))
+
+    plain = {a: kept(a, 0) for a in drafts}
+    found[0] = np.bincount(list(plain.values()), minlength=B + 1)
+    for begin in (a for a in drafts if not room[a - 1]):  # each reply's first token, which the prompt gives
+        for i, tree in enumerate((0, *TREES), 1):
+            at = begin
+            while room[at]:
+                accepted = kept(at, tree) if tree else plain[at]
+                found[i, accepted] += 1
+                at += accepted
+    return found
+
+def read_walk(found):
+    """What walk() found, summed over documents -> means and the histogram of the chain's rounds."""
+    means = (found * np.arange(found.shape[1])).sum(1) / np.maximum(found.sum(1), 1)
+    chain = found[1, 1:]
+    reach = chain[::-1].cumsum()[::-1][1:] / max(chain.sum(), 1)  # rounds that accept k drafts or more
+    return {"everywhere": means[0], "walk": means[1], **{f"tree_{n}": x for n, x in zip(TREES, means[2:])},
+            "histogram": chain.tolist(), "acceptance": [round(float(x), 4) for x in reach]}
+
+def walk_line(w):
+    return (f"walk {w['walk']:.3f}, everywhere {w['everywhere']:.3f}, trees of "
+            + ", ".join(f"{n} {w[f'tree_{n}']:.3f}" for n in TREES) + "; rounds that accept 1, 2 ... drafts "
+            + " ".join(f"{x:.2f}" for x in w["acceptance"]))
+
+def read_chats(path, flag):
+    """JSONL of {"prompt": text} or {"messages": [...]} -> ([(row number, turns)], [(row number, reason)])."""
+    chats, bad = [], []
+    with refused(f"{flag} {path}: cannot be read", OSError), \
+            (gzip.open if path.endswith(".gz") else open)(path, "rb") as f:
+        lines = f.read().split(b"\n")  # not splitlines(): a text may hold U+2028
+    for number, line in enumerate(lines):
+        if not line.strip():
             continue
-        where = f"--prompts {path}, line {number}: no prompt, no messages"
-        with refused(where, (ValueError, TypeError, AttributeError)):
+        try:
             row = json.loads(line)
             turns = clean_messages([{"role": "user", "content": row["prompt"]}] if "prompt" in row else
                                    row.get("messages"))
-        turns = turns[:-1] if turns[-1]["role"] == "assistant" else turns
-        prompts.append(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
-    if not prompts:
-        raise UserError(f"--prompts {path}: no prompt in it")
-    return prompts
+            if not any(turn["role"] == "user" for turn in turns):
+                raise ValueError("no user's turn")
+            chats.append((number, turns))
+        except (ValueError, TypeError, AttributeError) as e:
+            bad.append((number, "not JSON" if isinstance(e, json.JSONDecodeError) else first_line(e)[:60]))
+    if not chats and not bad:
+        raise UserError(f"{flag} {path}: no prompt in it")
+    return chats, bad
+
+def read_prompts(path, tokenizer, limit):
+    """The chats of a file without a last assistant turn -> [(ids, [])]."""
+    if not tokenizer.chat_template:
+        raise UserError(f"--prompts {path}: the target's tokenizer has no chat template")
+    chats, bad = read_chats(path, "--prompts")
+    if bad:
+        raise UserError(f"--prompts {path}, line {bad[0][0] + 1}: no prompt, no messages ({bad[0][1]})")
+    asked = [x[:-1] if x[-1]["role"] == "assistant" else x for _, x in chats[:limit]]
+    how = {"add_generation_prompt": True, "return_dict": False}
+    return [(tokenizer.apply_chat_template(x, **how), []) for x in asked]
 
 def held_out_prompts(documents, limit):
-    """The held-out chats up to their first reply -> lists of ids."""
+    """The held-out chats -> [(ids up to the first reply, ids of that reply as stored)]."""
     order = documents.held_out[0]
     chosen = rng(0, len(order)).permutation(order)[:limit].tolist()
     rows = documents.rows.with_format("numpy").select(chosen)
-    prompts = [row["input_ids"][: row["loss_mask"].argmax()].tolist() for row in rows]
-    return [prompt for prompt in prompts if prompt]
+    prompts = []
+    for row in rows:
+        begin = row["loss_mask"].argmax()
+        end = begin + [*row["loss_mask"][begin:], False].index(False)
+        prompts.append((row["input_ids"][:begin].tolist(), row["input_ids"][begin:end].tolist()))
+    return [pair for pair in prompts if pair[0]]
 
 def compare_decoding(model, taps, drafts, prompts, cfg, end_ids):
-    """Decode every prompt plainly and with each of `drafts` (name -> function: length -> draft), batch 1 ->
+    """Decode every prompt plainly and with each of `drafts` (name -> (function: length -> draft, nodes of its
+    trees or 0)), batch 1 ->
     {"plain" and each name: {"runs": [(tokens, rounds, seconds)], "differ", "gap", "noise" of lossless()}}."""
     results = {name: {"runs": [], "differ": 0, "gap": 0.0, "noise": 0.0} for name in ("plain", *drafts)}
     plain_reader, reader = Reader(model, ()), Reader(model, taps)
 
     def timed(name, prompt, new_tokens, seed):
-        draft = drafts[name](len(prompt) + new_tokens + cfg.block + 1) if name != "plain" else None
+        make, tree = drafts.get(name, (None, 0))
+        draft = make(len(prompt) + new_tokens + cfg.block + 1) if make else None
         draw = torch.Generator(device=model.device).manual_seed(seed)
         begin = time.perf_counter()
         out, rounds, logits = decode(reader if draft else plain_reader, prompt, new_tokens, end_ids, draft,
-                                     cfg.temperature, draw)  # ends with tokens on the host: none pending
+                                     cfg.temperature, draw, tree=tree)  # its tokens are on the host: all done
         return (out, rounds, time.perf_counter() - begin), logits
 
     for name in results:
@@ -1421,6 +1590,23 @@ def read_drafter(folder):
     config.setdefault("layer_types", ["full_attention"] * config["num_hidden_layers"])
     return config, state
 
+def adopt(cfg, given, config):
+    """--init-from: cfg with all that the folder's config decides; UserError where a flag says otherwise."""
+    sliding, inner = config["layer_types"].count("sliding_attention"), config["dflash_config"]
+    theirs = {"block": config["block_size"], "layers": config["num_hidden_layers"],
+              "heads": config["num_attention_heads"], "kv_heads": config["num_key_value_heads"],
+              "head_dim": config["head_dim"], "ffn": config["intermediate_size"],
+              "target_layer_ids": ",".join(map(str, inner["target_layer_ids"])),
+              "mask_token_id": inner["mask_token_id"],
+              "sliding_window": config.get("sliding_window") or 0 if sliding else 0,
+              "full_layers": config["num_hidden_layers"] - sliding if sliding else cfg.full_layers,
+              "sliding_bidirectional": bool(sliding) and config.get("is_causal") is False}
+    for k in sorted(theirs.keys() & given):
+        if getattr(cfg, k) != theirs[k]:
+            raise UserError(f"--{k.replace('_', '-')} {getattr(cfg, k)}: the drafter of --init-from has "
+                            f"{theirs[k]}, leave the flag out")
+    return dataclasses.replace(cfg, **theirs)
+
 def strict_load(drafter, state, where):
     want, have = ({k: tuple(v.shape) for k, v in s.items()} for s in (drafter.state_dict(), state))
     wrong = [f"{k} {have.get(k, 'missing')} (expected {want.get(k, 'nothing')})"
@@ -1480,7 +1666,7 @@ def identity(cfg, config, fingerprint):
     """What a checkpoint and the run that goes on from it must share: all that decides what is learnt or what
     micro-batch m holds. Flags with a resolved value stand with that."""
     flags = ("target block layers sliding_window full_layers sliding_bidirectional loss tokens anchors lr "
-             "max_length warmup clip seed eval_fraction")
+             "max_length warmup clip seed eval_fraction init_from")
     return {**{k: getattr(cfg, k) for k in flags.split()}, "data": fingerprint,
             "gamma": cfg.gamma or default_gamma(cfg.block), "heads": config["num_attention_heads"],
             "kv_heads": config["num_key_value_heads"], "head_dim": config["head_dim"],
@@ -1739,6 +1925,8 @@ def drafter_worker(seat, job, stop):
     saved = torch.load(f"{job.checkpoint}/trainer.pt", "cpu", mmap=True) if job.checkpoint else None
     if saved:
         drafter.load_state_dict(saved["masters"])
+    elif cfg.init_from:
+        strict_load(drafter, read_drafter(cfg.init_from)[1], cfg.init_from)
     else:
         drafter.initialise(cfg.seed)
     ends["rope"] = rotary(torch.arange(cfg.max_length + cfg.block, device=device), drafter.theta, drafter.h)
@@ -2010,18 +2198,26 @@ def drafter_worker(seat, job, stop):
         if step % cfg.eval_every == 0 or m >= total:
             beat("evaluating")
             found = torch.zeros_like(counters)
+            walked = torch.zeros(2 + len(TREES), cfg.block + 1, dtype=torch.int64)
             for j in range(seat.index, job.n_eval, D):
                 assert (batch["m"], batch["held_out"]) == (j, True), f"{seat.name} holds {batch['m']}"
                 if batch["blocks"]:
                     features_arrive()
                     found += run_graph(batch["tensors"])[2]
+                if batch["blocks"] and j < WALK_BATCHES:
+                    for end, n in zip(batch["lengths"].cumsum(), batch["lengths"]):
+                        row = slice(end - n, end)
+                        walked += torch.from_numpy(walk(drafter, ends, features[row], batch["ids"][row],
+                                                        batch["supervised"][row], mask_token_id))
                 batch = fetch()
             dist.all_reduce(found, group=gradients)
+            dist.all_reduce(walked, group=control)
             if lead and job.n_eval:
-                last_eval = read_counters(found.tolist())
+                last_eval = read_counters(found.tolist()) | read_walk(walked.numpy())
                 slots = " ".join(f"{a:.2f}" if a is not None else "-" for a in last_eval["position_accuracy"])
                 line = (f"eval at {step}: loss {last_eval['loss']:.4f}  accept {last_eval['accept_len']:.3f} "
-                        f" whole blocks {last_eval['accept_len_whole']:.3f}  by slot {slots}")
+                        f" whole blocks {last_eval['accept_len_whole']:.3f}  by slot {slots}\n  "
+                        + walk_line(last_eval))
                 tell("eval", line, **last_eval)
         if step % cfg.save_every == 0 or m >= total or stopping:
             save()
@@ -2069,8 +2265,7 @@ def decoding_worker(seat, cfg, folder, documents, controls, stop):
     # cuDNN's attention plans anew for every length that decoding meets; the other kernels do not.
     torch.backends.cuda.enable_cudnn_sdp(False)
     model = load_target(cfg.target, dtype).to(device)
-    ends, end_ids = frozen_ends(model), model.generation_config.eos_token_id
-    end_ids = {*(end_ids if isinstance(end_ids, list) else [end_ids]), tokenizer.eos_token_id}
+    ends, end_ids = frozen_ends(model), end_tokens_of(model, tokenizer)
 
     def maker(state, zero=False):
         drafter = Drafter(config)
@@ -2080,13 +2275,31 @@ def decoding_worker(seat, cfg, folder, documents, controls, stop):
         drafter.to(device, dtype).eval()
         return lambda length: Draft(drafter, ends, mask_token_id, length, zero)
 
-    drafts = {"drafter": maker(state), "prompt lookup": lambda length: prompt_lookup(cfg.block)}
+    make = maker(state)
+    drafts = {"drafter": (make, 0), "prompt lookup": (lambda length: prompt_lookup(cfg.block), 0)}
+    if cfg.tree:
+        drafts["draft trees"] = make, cfg.tree
     if controls:
-        drafts |= {"features zeroed": maker(state, zero=True), "untrained": maker(None)}
+        drafts |= {"features zeroed": (maker(state, zero=True), 0), "untrained": (maker(None), 0)}
     say(f"decoding {len(prompts)} prompts, up to {cfg.new_tokens} tokens each, batch 1, {str(dtype)[6:]}, "
         + (f"temperature {cfg.temperature}" if cfg.temperature else "greedy"))
-    results = compare_decoding(model, taps, drafts, prompts, cfg, end_ids)
+    results = compare_decoding(model, taps, drafts, [prompt for prompt, _ in prompts], cfg, end_ids)
     lines, values = decoding_table(results, cfg.block, end_ids)
+    reader = Reader(model, taps)
+    for what, replies in {"decoded": [out for out, *_ in results["plain"]["runs"]],
+                          "stored": [reply for _, reply in prompts]}.items():
+        walked = 0
+        for (prompt, _), reply in zip(prompts, replies):
+            if len(reply) > 1:
+                ids = np.array(prompt + reply)
+                reader.start()
+                reader.read(ids.tolist(), last=1)
+                draft = make(len(ids))
+                walked += walk(draft.drafter, draft.ends, reader.features, ids,
+                               np.arange(len(ids)) >= len(prompt), mask_token_id)
+        if np.any(walked):
+            values[f"walk_{what}"] = read_walk(walked)
+            lines.append(f"along the {what} replies: {walk_line(values[f'walk_{what}'])}")
     ok, verdict = (True, "sampled: lossless in distribution") if cfg.temperature else judge_lossless(
         results, dtype == torch.float32)
     say("\n".join([*lines, verdict]))
@@ -2204,6 +2417,146 @@ def show_demo(cfg, given, out, begin, stop):
             f"{copier:.2f} by prompt lookup.\nA real run:\n  python supervise.py -- python train_dflash.py "
             "--target Qwen/Qwen3-8B --data chats.jsonl --out runs/qwen3-8b")
     return code, reason
+
+# ------------------------------------------------------------------------------------ replies by the target
+
+def replies_worker(seat, cfg, jobs, stop):
+    """Write the target's replies to this process's share of the jobs, a line a chat, each in one write.
+
+    Batches of transformers' generate(), rows of like length together. Of a chat whose template rewrites its
+    history each reply becomes a line of its own, as the model met it."""
+    device, tokenizer = seat.device, load_tokenizer(cfg.target)
+    if not tokenizer.chat_template:
+        raise UserError(f"--regenerate: the tokenizer of {cfg.target} has no chat template")
+    model = load_target(cfg.target, compute_dtype(device)).to(device)
+    text, end_ids = model.config.get_text_config(), end_tokens_of(model, tokenizer)
+    pad, draw = min(end_ids), {"do_sample": bool(cfg.temperature)}
+    if cfg.temperature:
+        draw |= {"temperature": cfg.temperature, "top_k": 0, "top_p": 1.0}
+    jobs = jobs[seat.index::seat.D]
+    torch.manual_seed(rng(cfg.seed, len(jobs), seat.index).integers(2**62))  # a restart draws anew
+    longest = min(cfg.max_length, getattr(text, "max_position_embeddings", None) or cfg.max_length)
+    h = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    row_bytes = 4 * text.num_hidden_layers * text.num_key_value_heads * h * longest
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else 4 << 30
+    size = int(max(1, min(1024 if device == "cuda" else 32, free / 4 // row_bytes)))
+
+    def prompt_of(turns):
+        return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+
+    # A chat is (row, turns to come, turns so far, finished lines, ids so far, mask so far)
+    chats, begin, told, tokens, done = [], time.monotonic(), 0.0, 0, 0
+    for number, turns in jobs:
+        cut = [i for i, turn in enumerate(turns) if turn["role"] == "user"]
+        first = cut[0] if cfg.each_turn else cut[-1]
+        chats.append({"row": number, "left": turns[first + 1:], "turns": turns[: first + 1], "lines": [],
+                      "ids": [], "mask": []})
+    chats.sort(key=lambda c: sum(len(turn["content"]) for turn in c["turns"]))
+    with open(cfg.replies, "ab", buffering=0) as f:
+        while chats and not stop.value:
+            batch, chats = chats[:size], chats[size:]
+            prompts = [prompt_of(c["turns"]) for c in batch]
+            fits = [len(p) + 1 < longest for p in prompts]
+            width = max((len(p) for p, ok in zip(prompts, fits) if ok), default=0)
+            ids = torch.full((sum(fits), width), pad)
+            mask = torch.zeros_like(ids)
+            kept = [(c, p) for c, p, ok in zip(batch, prompts, fits) if ok]
+            for i, (_, p) in enumerate(kept):
+                ids[i, width - len(p):], mask[i, width - len(p):] = torch.tensor(p), 1
+            out = model.generate(
+                input_ids=ids.to(device), attention_mask=mask.to(device), pad_token_id=pad,
+                eos_token_id=sorted(end_ids), max_new_tokens=min(cfg.new_tokens, longest - width), **draw,
+            )[:, width:].tolist() if kept else []
+            again = []
+            for (chat, prompt), reply in zip(kept, out):
+                end = next((i + 1 for i, t in enumerate(reply) if t in end_ids), len(reply))
+                reply, finished = reply[:end], reply[end - 1] in end_ids
+                tokens += len(reply)
+                if chat["ids"] and prompt[: len(chat["ids"])] != chat["ids"]:
+                    chat["lines"].append((chat["turns"][:-1], chat["ids"], chat["mask"], True))
+                    chat["mask"] = []
+                chat["mask"] += [False] * (len(prompt) - len(chat["mask"])) + [True] * len(reply)
+                chat["ids"] = prompt + reply
+                said = tokenizer.decode(reply[:-1] if finished else reply, skip_special_tokens=True)
+                chat["turns"] = [*chat["turns"], {"role": "assistant", "content": said}]
+                asked = next((i for i, turn in enumerate(chat["left"]) if turn["role"] == "user"), None)
+                if cfg.each_turn and finished and asked is not None:
+                    chat["turns"] += [t for t in chat["left"][: asked + 1] if t["role"] != "assistant"]
+                    chat["left"] = chat["left"][asked + 1:]
+                    again.append(chat)
+                    continue
+                chat["lines"].append((chat["turns"], chat["ids"], chat["mask"], finished))
+                keys = ("messages", "input_ids", "loss_mask", "finished")
+                f.write(b"".join(json.dumps({"row": chat["row"], **dict(zip(keys, line))}).encode() + b"\n"
+                                 for line in chat["lines"]))
+            chats = again + chats
+            done += len(batch) - len(again)
+            if time.monotonic() - told > 10 or not chats:
+                told, rate = time.monotonic(), tokens / (time.monotonic() - begin)
+                say(f"{seat.name}: {done:,} of {len(jobs):,} chats, {rate:,.0f} tokens/s, eta "
+                    f"{span((told - begin) / max(done, 1) * (len(jobs) - done))}")
+    return {"chats": done, "tokens": tokens, "seconds": time.monotonic() - begin, "stopped": bool(chats)}
+
+def regenerate(cfg, stop):
+    """--regenerate PROMPTS --target X --replies FILE -> (exit code, reason). FILE is its own record: rows
+    that are in it are not asked for again, a line that a kill has cut is taken off."""
+    if not cfg.target or not cfg.replies:
+        raise UserError("--regenerate: name the model with --target and the file to write with --replies")
+    load_config(cfg.target)
+    jobs, bad = read_chats(cfg.regenerate, "--regenerate")
+    path, done = Path(cfg.replies), set()
+    with refused(f"--replies {path}: cannot be written", OSError), open(path, "ab+") as f:
+        fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        f.seek(0)
+        whole = f.read()
+        f.truncate(whole.rfind(b"\n") + 1)
+        with refused(f"--replies {path}: holds something else", (ValueError, KeyError, TypeError)):
+            done = {json.loads(line)["row"] for line in whole.split(b"\n")[:-1]}
+        left = [job for job in jobs if job[0] not in done]
+        say(f"{len(jobs):,} chats to answer, {len(jobs) - len(left):,} are answered already" + "".join(
+            f"; {n} rows skipped: {why}" for why, n in Counter(why for _, why in bad).most_common(12)))
+        if not left:
+            return DONE, ""
+        named = int_list(",".join(filter(None, (cfg.target_gpus, cfg.drafter_gpus))), "--target-gpus")
+        device = choose_device(cfg, named)
+        gpus = sorted({*named}) or [*range(max(1, torch.cuda.device_count()) if device == "cuda" else 1)]
+        seats = [Seat("both", i, len(gpus), len(gpus), gpu, device) for i, gpu in enumerate(gpus)]
+        code, reason, results = run_workers([(replies_worker, seat, (cfg, left)) for seat in seats], stop)
+    if code:
+        return code, reason
+    say(f"{sum(r['chats'] for r in results):,} chats answered, {sum(r['tokens'] for r in results):,} tokens, "
+        f"{sum(r['tokens'] / max(r['seconds'], 1e-9) for r in results):,.0f} tokens/s: {path}")
+    if any(r["stopped"] for r in results):
+        return STOPPED, "stopped on request; run it again to go on"
+    return DONE, ""
+
+def draw_curves(folder):
+    """--curves RUN: RUN/curves.png from its metrics.jsonl. Needs matplotlib, which training does not."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("--curves needs matplotlib, which is not installed: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    with refused(f"--curves {folder}: no metrics.jsonl of a run there", (OSError, ValueError)):
+        rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
+    panels = (("loss", ("loss",)), ("tokens a round", ("accept_len", "accept_len_whole", "walk", "tree_32")),
+              ("thousand context tokens/s", ("tokens_per_s",)))
+    for axis, (title, keys) in zip(axes, panels):
+        for kind, style in (("train", "-"), ("eval", "o-")):
+            for key in keys:
+                points = [(r["step"], r[key] / (1e3 if key == "tokens_per_s" else 1)) for r in rows
+                          if r["kind"] == kind and r.get(key) is not None]
+                if points and not (kind == "train" and key == "accept_len_whole"):
+                    axis.plot(*zip(*points), style, markersize=3, linewidth=1, label=f"{kind} {key}")
+        axis.set(title=title, xlabel="optimizer step")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7)
+    figure.savefig(Path(folder) / "curves.png", dpi=110)
+    say(f"{Path(folder) / 'curves.png'}")
+    return DONE, ""
 
 # ------------------------------------------------------------------------------------- main and topology
 
@@ -2495,6 +2848,10 @@ def train(cfg, given, argv, stop):
         cfg = dataclasses.replace(cfg, **{k: v for k, v in DEMO.items() if k not in given})
     target, *data = (str(Path(x).resolve()) if x and Path(x).exists() else x for x in (cfg.target, *cfg.data))
     cfg = dataclasses.replace(cfg, out=str(out), target=target, data=tuple(data))  # good from any directory
+    theirs = {}
+    if cfg.init_from:
+        theirs, _ = read_drafter(cfg.init_from)
+        cfg = dataclasses.replace(adopt(cfg, given, theirs), init_from=str(Path(cfg.init_from).resolve()))
     check(cfg)
     lock = None if cfg.plan else take_folder(out)
     if lock:
@@ -2519,6 +2876,13 @@ def train(cfg, given, argv, stop):
     documents = prepare(cfg, tokenizer, vocab)
     mask_token_id, why = choose_mask_token(cfg, tokenizer, vocab, documents)
     config = drafter_config(cfg, text, taps, mask_token_id)
+    if theirs:
+        if theirs["hidden_size"] != text.hidden_size:
+            raise UserError(f"--init-from {cfg.init_from}: its width is {theirs['hidden_size']}, the "
+                            f"target's {text.hidden_size}")
+        keys = theirs.keys() & {"rms_norm_eps", "layer_types", "rope_theta", "is_causal"}
+        config |= {k: theirs[k] for k in keys}
+        config["rope_parameters"] = {"rope_type": "default", "rope_theta": config["rope_theta"]}
     with torch.device("meta"):
         size = sum(p.numel() for p in Drafter(config).parameters())
     group, bins = seats[-1].D * cfg.accumulation, len(documents.train[1]) - 1
@@ -2602,7 +2966,9 @@ def main(argv):
     try:
         cfg, given = parse(argv)
         check(cfg)
-        code, reason = evaluate(cfg, given, stop)[:2] if cfg.evaluate else train(cfg, given, argv, stop)
+        code, reason = (draw_curves(cfg.curves) if cfg.curves else regenerate(cfg, stop) if cfg.regenerate
+                        else evaluate(cfg, given, stop)[:2] if cfg.evaluate
+                        else train(cfg, given, argv, stop))
     except UserError as e:
         code, reason = USAGE, str(e)
     except RuntimeError as e:
