@@ -354,25 +354,30 @@ def tokenise(text, spans, tokenizer):
         raise ValueError("tokens straddle the border of a reply")
     return ids, [i % 2 == 1 for i, piece in enumerate(pieces) for _ in piece]
 
+def prompt_key(asked):
+    return " ".join(str(asked).lower().split())
+
 def read_row(row, render, tokenizer, vocab, end_tokens):
-    """One raw row -> (key, [(ids, supervised), ...]); key names first prompt and reply for the held-out
-    split. Raises ValueError (or what the template raises) with the reason why the row is no use."""
+    """One raw row -> (key, [(ids, supervised), ...]); key is the first prompt, so that all replies to it stay
+    on one side of the held-out split. Raises ValueError (or what the template raises) with the reason why the
+    row is no use."""
     if row.get("input_ids") is not None:
         ids, supervised = list(row["input_ids"]), [bool(x) for x in row.get("loss_mask") or ()]
         if len(ids) != len(supervised):
             raise ValueError("input_ids and loss_mask differ in length")
         if not all(isinstance(x, (int, np.integer)) and 0 <= x < vocab for x in ids):
             raise ValueError("a token beyond the vocabulary")
-        return str(ids), [(ids, supervised)]
+        asked = next((t.get("content") for t in row.get("messages") or () if t.get("role") == "user"), ids)
+        return prompt_key(asked), [(ids, supervised)]
     turns = clean_messages(row.get("messages"))
     if not tokenizer.chat_template:
         raise ValueError("chat, but the tokenizer has no chat template")
     tools = row.get("tools")
     tools = json.loads(tools) if isinstance(tools, str) and tools else tools or None
     finished = row.get("finished")
-    first = [next((t["content"] for t in turns if t["role"] == r), "") for r in ("user", "assistant")]
+    asked = next((t["content"] for t in turns if t["role"] == "user"), "")
     rows = reply_spans(turns, tools, render, end_tokens, finished is None or bool(finished))
-    return " ".join("\n".join(first).lower().split()), [tokenise(*r, tokenizer) for r in rows]
+    return prompt_key(asked), [tokenise(*r, tokenizer) for r in rows]
 
 def tokenise_rows(batch, tokenizer, vocab, max_length, eval_fraction):
     """A batch of raw rows, as datasets.map hands it over -> columns. A row that is no use keeps its place,
@@ -468,7 +473,7 @@ def prepare(cfg, tokenizer, vocab):
     limits = {"vocab": vocab, "max_length": cfg.max_length, "eval_fraction": cfg.eval_fraction}
     # All that decides a row's tokens is in the key, so that a stale cache cannot be met.
     code = [inspect.getsource(f) for f in (
-        without_none, clean_messages, reply_spans, tokenise, read_row, tokenise_rows)]
+        without_none, clean_messages, reply_spans, tokenise, prompt_key, read_row, tokenise_rows)]
     whole = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab()
     rules = [code, tokenizer.chat_template, whole, limits]
     int32, boolean = datasets.Value("int32"), datasets.Value("bool")

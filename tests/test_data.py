@@ -322,19 +322,20 @@ def test_the_cut_counts_what_it_keeps_and_drops(dice, read):
         read(tokenizer, chats(*[31] * 10), max_length=32)  # room for one token: an anchor without a label
 
 def test_the_held_out_split_leaks_nothing(dice, read):
-    """A copy of a held-out chat in training, a row in both or neither, a wrong share, a rule that drifts."""
+    """A held-out prompt in training under another reply, a row in both or neither, a rule that drifts."""
     fraction = dice.choice([0.1, 0.3, 0.7])
     rows = [exchange(f"What is  {dice.random()}?\nÉ", "It is\n this.") for _ in range(800)]
     for row in dice.sample(rows, 200):
         first = [f" {turn['content'].upper()}\t".replace(" ", "  ") for turn in row["messages"]]
-        turns = exchange(*first)["messages"] + exchange("and", "then")["messages"]
-        rows.append({"messages": [{"role": "system", "content": "s"}, *turns]})
+        turns = exchange(first[0], text(dice))["messages"] + exchange("and", "then")["messages"]
+        made = {"input_ids": [1, 2, 3], "loss_mask": [False, True, True]} if dice.random() < 0.5 else {}
+        rows.append({"messages": [{"role": "system", "content": "s"}, *turns], **made})
     dice.shuffle(rows)
     found, sides = read(byte_level(), rows, eval_fraction=fraction), {}
     for side, (order, _) in enumerate((found.train, found.held_out)):
         for i in order.tolist():
-            prompt, reply = [turn["content"] for turn in rows[i]["messages"] if turn["role"] != "system"][:2]
-            words = " ".join(f"{prompt}\n{reply}".lower().split())
+            asked = next(turn["content"] for turn in rows[i]["messages"] if turn["role"] == "user")
+            words = " ".join(asked.lower().split())
             sides.setdefault(words, set()).add(side)  # the stated rule:
             assert side == (int(hashlib.sha256(words.encode()).hexdigest()[:16], 16) / 2**64 < fraction)
     assert sorted([*found.train[0].tolist(), *found.held_out[0].tolist()]) == list(range(1000))
