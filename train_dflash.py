@@ -1382,7 +1382,7 @@ def lossless(reader, prompt, spec, spec_logits, plain, plain_logits):
     return int((gaps > 0).sum()), float(gaps.max()), float(noise.max())
 
 TREES = (16, 32, 64)  # nodes of the draft trees that the walk looks at
-WALK_BATCHES = 4  # held-out micro-batches of an evaluation that are walked through
+WALK_BATCHES, WALK_ROWS = 4, 16  # of an evaluation: micro-batches walked through, documents of each
 
 @torch.no_grad()
 def walk(drafter, ends, features, ids, supervised, mask_id):
@@ -1400,7 +1400,7 @@ def walk(drafter, ends, features, ids, supervised, mask_id):
     anchors, device = np.flatnonzero(room), features.device
     context = drafter.context(features, ends["rope"][:n])
     best, found = [], np.zeros((2 + len(TREES), B + 1), np.int64)
-    for part in torch.from_numpy(anchors).split(32):
+    for part in torch.from_numpy(anchors).split(min(256, max(1, CHUNK // 4 // len(ends["head"]) // B))):
         at = part.to(device)
         q, kv = (torch.arange(count, device=device) for count in (len(at) * B, n + len(at) * B))
         attends = [dense_attend(visible(q[:, None], kv, at * 0, at, n, B, *rule)) for rule in drafter.rules()]
@@ -1539,6 +1539,7 @@ def decoding_table(results, block, end_ids):
         v = values[name] = {
             "accepted": mean_accepted(r["runs"]), "finished": mean_accepted(done),
             "unfinished": mean_accepted(rest), "replies": len(r["runs"]), "replies_finished": len(done),
+            "rounds": sum(len(x[1]) for x in r["runs"]), "rounds_finished": sum(len(x[1]) for x in done),
             "tokens_per_s": rate, "differ": r["differ"], "gap": r["gap"], "noise": r["noise"]}
         v["speedup"] = rate / values["plain"]["tokens_per_s"]
         if name == "plain":
@@ -2210,8 +2211,9 @@ def drafter_worker(seat, job, stop):
                     features_arrive()
                     found += run_graph(batch["tensors"])[2]
                 if batch["blocks"] and j < WALK_BATCHES:
-                    for end, n in zip(batch["lengths"].cumsum(), batch["lengths"]):
-                        row = slice(end - n, end)
+                    lengths, ends_at = batch["lengths"], batch["lengths"].cumsum()
+                    for d in range(0, len(lengths), -(-len(lengths) // WALK_ROWS)):
+                        row = slice(ends_at[d] - lengths[d], ends_at[d])
                         walked += torch.from_numpy(walk(drafter, ends, features[row], batch["ids"][row],
                                                         batch["supervised"][row], mask_token_id))
                 batch = fetch()
