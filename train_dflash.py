@@ -627,7 +627,7 @@ def load_target(target, dtype, layers=None):
                 config.num_hidden_layers = layers
             if getattr(config, "layer_types", None):
                 config.layer_types = config.layer_types[:layers]
-    with refused(f"--target {target}: does not load", (OSError, ValueError)):
+    with refused(f"--target {target}: does not load", (OSError, ValueError, RuntimeError)):
         model, info = AutoModelForCausalLM.from_pretrained(
             target, config=whole, dtype=dtype, output_loading_info=True)
     if missing := sorted(info["missing_keys"]):
@@ -646,6 +646,10 @@ def decoder_layers(model):
 def frozen_ends(model):
     """What a drafter takes from its target: embedding and head weights [V, D], the scalars around them."""
     embedding, text = model.get_input_embeddings(), model.config.get_text_config()
+    own = [k for k in ("logits_scaling", "logit_scale", "embedding_multiplier") if getattr(text, k, 1.0) != 1]
+    if own or getattr(model.get_output_embeddings(), "bias", None) is not None:
+        raise UserError(f"--target {model.config._name_or_path}: {(own or ['a bias of the head'])[0]} is not "
+                        "supported, training would take another head than the target's")
     return {"embed": embedding.weight.detach(), "head": model.get_output_embeddings().weight.detach(),
             "embed_scale": float(getattr(embedding, "embed_scale", 1.0)),
             "softcap": float(getattr(text, "final_logit_softcapping", None) or 0.0)}
@@ -700,6 +704,7 @@ def drafter_config(cfg, text, taps, mask_token_id):
 
     The geometry follows the target; mixture-of-experts and head-256 targets get the published 32/8 heads of
     128 and an FFN of 3 D. The drafter itself always rotates plainly over the whole head."""
+    text.allow_global_per_layer_attribute_access = True  # Gemma 4 asks, its layers differ in head size
     D, H = text.hidden_size, getattr(text, "num_attention_heads", 32)
     experts = any(getattr(text, k, None) for k in ("num_experts", "num_local_experts", "n_routed_experts"))
     h = getattr(text, "head_dim", None) or D // H
@@ -1590,11 +1595,39 @@ def read_drafter(folder):
             raise UserError(f"{folder}/config.json: {key} {problem}")
         inner[key] = found[0]
     config["block_size"] = inner["block_size"]
-    config["rope_theta"] = config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta")
-    if config["rope_theta"] is None:
-        raise UserError(f"{folder}/config.json: rope_theta is missing")
-    config.setdefault("layer_types", ["full_attention"] * config["num_hidden_layers"])
+    follow(config, f"{folder}/config.json")
     return config, state
+
+def follow(config, where):
+    """Fill in what a config leaves to its reader, as vLLM does, and refuse what Drafter would not compute."""
+    def need(ok, problem):
+        if not ok:
+            raise UserError(f"{where}: {problem}")
+
+    inner, rope = config["dflash_config"], config.get("rope_parameters") or {}
+    for key in ("hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+                "head_dim rms_norm_eps").split():
+        need(key in config, f"{key} is missing")
+    thetas = {x for x in (config.get("rope_theta"), rope.get("rope_theta")) if x is not None}
+    need(len(thetas) == 1, f"rope_theta has two values, {thetas}" if thetas else "rope_theta is missing")
+    config["rope_theta"] = thetas.pop()
+    n, kinds = config["num_hidden_layers"], config.get("layer_types")
+    if inner.get("use_swa"):  # ModelOpt's spelling: every layer slides and sees its whole block
+        config |= {"layer_types": ["sliding_attention"] * n, "is_causal": False,
+                   "sliding_window": inner.get("swa_window_size")}
+    elif "causal" in inner:
+        config.setdefault("is_causal", inner["causal"])
+    kinds = config.setdefault("layer_types", ["full_attention"] * n)
+    need(len(kinds) == n, f"layer_types names {len(kinds)} layers, num_hidden_layers is {n}")
+    odd = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    need(not odd, f"layer_types has {odd}, the drafter has no such layer")
+    need("sliding_attention" not in kinds or config.get("sliding_window"), "sliding_window is missing")
+    need(config["num_attention_heads"] % config["num_key_value_heads"] == 0,
+         f"num_key_value_heads {config['num_key_value_heads']} does not divide num_attention_heads")
+    for key, value, plain in (("rope_type", rope.get("rope_type"), "default"),
+                              ("rope_scaling", config.get("rope_scaling"), "null"),
+                              ("hidden_act", config.get("hidden_act"), "silu")):
+        need(value in (None, plain), f"{key} {value}: the drafter knows {plain} alone")
 
 def adopt(cfg, given, config):
     """--init-from: cfg with all that the folder's config decides; UserError where a flag says otherwise."""
@@ -2716,7 +2749,7 @@ def parameters_of(target, taps):
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_config(target)[0])
+        model = AutoModelForCausalLM.from_config(load_config(target)[1])  # with what a wrapper adds
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)]
     whole = sum(p.numel() for p in model.parameters())
     embed, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
