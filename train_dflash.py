@@ -2431,7 +2431,7 @@ def teach_worker(seat, folder, seed, stop, steps=420, rate=3e-3):
 
 def make_demo(cfg, out, seat, stop):
     """Write the chats and teach the target, unless an earlier attempt has -> cfg with both."""
-    target, chats = out / "target", out / "chats.jsonl"
+    target, chats = out.resolve() / "target", out.resolve() / "chats.jsonl"
     if not cfg.plan and not target.exists():
         say("the demo: a byte-level target is taught for about a minute, then a drafter is trained for it")
         atomic_write(chats, "".join(json.dumps(row) + "\n" for row in demo_chats(cfg.seed, 4000)))
