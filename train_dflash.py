@@ -2481,42 +2481,61 @@ def replies_worker(seat, cfg, jobs, stop):
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else 4 << 30
     size = int(max(1, min(1024 if device == "cuda" else 32, free / 4 // row_bytes)))
 
-    def prompt_of(turns):
-        return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    def answer(prompts):
+        """Prompts (lists of ids) -> the replies (lists of ids, padded).
 
-    # A chat is (row, turns to come, turns so far, finished lines, ids so far, mask so far)
-    chats, begin, told, tokens, done = [], time.monotonic(), 0.0, 0, 0
+        A full batch, at one of few widths, gets transformers' static cache, whose decoding step is compiled
+        once a width: on an H200 twice as fast as a cache that grows, and eight times as fast as continuous
+        batching where flash-attn is not installed."""
+        widest = max(map(len, prompts))
+        width = max(64, 1 << (widest - 1).bit_length())
+        static = device == "cuda" and len(prompts) == size and width + cfg.new_tokens <= longest
+        width = width if static else widest
+        ids = torch.full((len(prompts), width), pad)
+        mask = torch.zeros_like(ids)
+        for i, prompt in enumerate(prompts):
+            ids[i, width - len(prompt):], mask[i, width - len(prompt):] = torch.tensor(prompt), 1
+        how = {**draw, "pad_token_id": pad, "eos_token_id": sorted(end_ids),
+               "max_new_tokens": min(cfg.new_tokens, longest - width)}
+        if static:
+            how["cache_implementation"] = "static"
+        out = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), **how)
+        return out[:, width:].tolist()
+
+    def write(chat):
+        lines = chat["lines"] + [[chat[k] for k in ("turns", "ids", "mask", "finished")]] * bool(chat["ids"])
+        keys = ("messages", "input_ids", "loss_mask", "finished")
+        f.write(b"".join(json.dumps({"row": chat["row"], **dict(zip(keys, line))}).encode() + b"\n"
+                         for line in lines or [([], [], [], False)]))
+
+    chats, begin, told, tokens, done, too_long = [], time.monotonic(), 0.0, 0, 0, 0
+    how = {"add_generation_prompt": True, "return_dict": False}
     for number, turns in jobs:
-        cut = [i for i, turn in enumerate(turns) if turn["role"] == "user"]
-        first = cut[0] if cfg.each_turn else cut[-1]
+        asked = [i for i, turn in enumerate(turns) if turn["role"] == "user"]
+        first = asked[0] if cfg.each_turn else asked[-1]
         chats.append({"row": number, "left": turns[first + 1:], "turns": turns[: first + 1], "lines": [],
                       "ids": [], "mask": []})
     chats.sort(key=lambda c: sum(len(turn["content"]) for turn in c["turns"]))
     with open(cfg.replies, "ab", buffering=0) as f:
         while chats and not stop.value:
             batch, chats = chats[:size], chats[size:]
-            prompts = [prompt_of(c["turns"]) for c in batch]
-            fits = [len(p) + 1 < longest for p in prompts]
-            width = max((len(p) for p, ok in zip(prompts, fits) if ok), default=0)
-            ids = torch.full((sum(fits), width), pad)
-            mask = torch.zeros_like(ids)
-            kept = [(c, p) for c, p, ok in zip(batch, prompts, fits) if ok]
-            for i, (_, p) in enumerate(kept):
-                ids[i, width - len(p):], mask[i, width - len(p):] = torch.tensor(p), 1
-            out = model.generate(
-                input_ids=ids.to(device), attention_mask=mask.to(device), pad_token_id=pad,
-                eos_token_id=sorted(end_ids), max_new_tokens=min(cfg.new_tokens, longest - width), **draw,
-            )[:, width:].tolist() if kept else []
-            again = []
-            for (chat, prompt), reply in zip(kept, out):
+            prompts = [tokenizer.apply_chat_template(c["turns"], **how) for c in batch]
+            fits, again = [len(prompt) < longest for prompt in prompts], []
+            replies = iter(answer([p for p, ok in zip(prompts, fits) if ok]) if any(fits) else ())
+            for chat, prompt, ok in zip(batch, prompts, fits):
+                if not ok:
+                    too_long += 1
+                    write(chat)  # what there is of it, perhaps nothing
+                    continue
+                reply = next(replies)
                 end = next((i + 1 for i, t in enumerate(reply) if t in end_ids), len(reply))
                 reply, finished = reply[:end], reply[end - 1] in end_ids
                 tokens += len(reply)
                 if chat["ids"] and prompt[: len(chat["ids"])] != chat["ids"]:
-                    chat["lines"].append((chat["turns"][:-1], chat["ids"], chat["mask"], True))
+                    chat["lines"].append((chat["turns"], chat["ids"], chat["mask"], True))
                     chat["mask"] = []
                 chat["mask"] += [False] * (len(prompt) - len(chat["mask"])) + [True] * len(reply)
-                chat["ids"] = prompt + reply
+                chat["ids"], chat["finished"] = prompt + reply, finished
                 said = tokenizer.decode(reply[:-1] if finished else reply, skip_special_tokens=True)
                 chat["turns"] = [*chat["turns"], {"role": "assistant", "content": said}]
                 asked = next((i for i, turn in enumerate(chat["left"]) if turn["role"] == "user"), None)
@@ -2525,17 +2544,15 @@ def replies_worker(seat, cfg, jobs, stop):
                     chat["left"] = chat["left"][asked + 1:]
                     again.append(chat)
                     continue
-                chat["lines"].append((chat["turns"], chat["ids"], chat["mask"], finished))
-                keys = ("messages", "input_ids", "loss_mask", "finished")
-                f.write(b"".join(json.dumps({"row": chat["row"], **dict(zip(keys, line))}).encode() + b"\n"
-                                 for line in chat["lines"]))
+                write(chat)
             chats = again + chats
             done += len(batch) - len(again)
             if time.monotonic() - told > 10 or not chats:
                 told, rate = time.monotonic(), tokens / (time.monotonic() - begin)
                 say(f"{seat.name}: {done:,} of {len(jobs):,} chats, {rate:,.0f} tokens/s, eta "
                     f"{span((told - begin) / max(done, 1) * (len(jobs) - done))}")
-    return {"chats": done, "tokens": tokens, "seconds": time.monotonic() - begin, "stopped": bool(chats)}
+    return {"chats": done, "tokens": tokens, "seconds": time.monotonic() - begin, "too_long": too_long,
+            "stopped": bool(chats)}
 
 def regenerate(cfg, stop):
     """--regenerate PROMPTS --target X --replies FILE -> (exit code, reason). FILE is its own record: rows
@@ -2565,7 +2582,8 @@ def regenerate(cfg, stop):
     if code:
         return code, reason
     say(f"{sum(r['chats'] for r in results):,} chats answered, {sum(r['tokens'] for r in results):,} tokens, "
-        f"{sum(r['tokens'] / max(r['seconds'], 1e-9) for r in results):,.0f} tokens/s: {path}")
+        f"{sum(r['tokens'] / max(r['seconds'], 1e-9) for r in results):,.0f} tokens/s, "
+        f"{sum(r['too_long'] for r in results)} cut short by --max-length: {path}")
     if any(r["stopped"] for r in results):
         return STOPPED, "stopped on request; run it again to go on"
     return DONE, ""
