@@ -1,9 +1,7 @@
 #!/usr/bin/env python3
 """Keep a run alive: start a command, watch it, relaunch it where that helps, stop where it does not, say why.
 
-    supervise ── one loop: drains the output, reads heartbeat and GPUs, decides, waits
-     ├─ the command    own session; its output goes to RUN/attempt_NNN.log and to the terminal
-     └─ nvidia-smi     one call at a time, from a thread that nobody waits for
+One loop drains the output, reads heartbeat and GPUs, decides, waits; the command has a session of its own.
     start ──> running ──> gone ──> tree swept ──> GPUs free ──> decide ──> back-off ──> start ...
                  └──> a stop, a hang, loss nan: TERM to its main process, grace, KILL to the tree ──> gone
 
@@ -12,8 +10,7 @@
     python supervise.py stop runs/q          ask for a checkpoint and the end; again: kill
 
 Progress: a heartbeat that moves ($SUPERVISE_HEARTBEAT), another step in the output or, of a command that
-never shows either, any output. A cause read from the text is a label: exit codes and ledgers decide. Its own
-exit codes: 93 useless to relaunch, 94 limits spent, 95 needs a person, 96 supervised already, 97 our error.
+never shows either, any output. A cause read from the text is a label: exit codes and ledgers decide.
 """
 import argparse
 import ctypes
@@ -23,6 +20,7 @@ import json
 import os
 import re
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -39,16 +37,17 @@ OPTIONS = (  # name, default, what it is; seconds where nothing else is said
     ("step-regex", "", "finds the step (group 1) and total (2)"), ("done", "", "a file of a finished run"),
     ("grace", 120.0, "a stop: from TERM to KILL"), ("hang-grace", 15.0, "a hang: from TERM to KILL"),
     ("hang", 900.0, "without progress, at least"), ("hang-factor", 5.0, "... and so many longest steps"),
-    ("first-progress", 1800.0, "... to the first step"), ("phase-limit", 3600.0, "... in other phases"),
+    ("idle-hang", 300.0, "... while CPU and GPUs rest"), ("first-progress", 1800.0, "... to the first step"),
+    ("phase-limit", 3600.0, "... in other phases"), ("waste", 7200.0, "spent since the last gain"),
     ("backoff", 5.0, "before a relaunch, doubled each time"), ("backoff-cap", 300.0, "... at most"),
-    ("healthy", 600.0, "up, with a gain, that reset it"), ("waste", 7200.0, "spent since the last gain"),
-    ("max-no-gain", 3, "attempts in a row, no gain"), ("max-same", 3, "retries of one failure, no gain"),
-    ("rate", 5, "restarts within half an hour"), ("lifetime", 50, "restarts in all"),
-    ("gpu-interval", 10.0, "between two looks at the GPUs"), ("gpu-timeout", 10.0, "nvidia-smi may take"),
-    ("gpu-wait", 60.0, "for GPU memory to come back"), ("log-part-size", 64.0, "MiB of a log's part"),
-    ("log-parts", 16, "parts of a log, of all: twice"), ("min-free", 512.0, "MiB of disk that logs leave"))
+    ("healthy", 600.0, "up, with a gain, that reset it"), ("max-no-gain", 3, "attempts in a row, no gain"),
+    ("max-same", 3, "retries of one failure, no gain"), ("rate", 5, "restarts within half an hour"),
+    ("lifetime", 50, "restarts in all"), ("gpu-interval", 10.0, "between two looks at the GPUs"),
+    ("gpu-timeout", 10.0, "nvidia-smi may take"), ("gpu-wait", 60.0, "for GPU memory to come back"),
+    ("log-part-size", 64.0, "MiB of a log's part"), ("log-parts", 16, "parts of a log, of all: twice"),
+    ("min-free", 512.0, "MiB of disk that logs leave"))
 FINISHED, USAGE, STOPPED, DIVERGED = 0, 2, 75, 76  # the command's exit codes, design.md 6
-USELESS, SPENT, PERSON, TAKEN, BROKEN = 93, 94, 95, 96, 97  # ours
+USELESS, SPENT, PERSON, TAKEN, BROKEN = 93, 94, 95, 96, 97  # ours; SPENT: its ledgers, BROKEN: we are
 POLL, LOOK, DRAIN, SWEEP, RATE_WINDOW = 0.2, 0.5, 2.0, 10.0, 1800.0  # seconds
 MIB, RING, WINDOW = 1 << 20, 1 << 20, 1 << 16  # bytes: the output kept in memory; what is parsed at once
 CLOCK, SLACK = "%FT%T%z", 512  # MiB that a GPU may hold more than before the run, and be free
@@ -56,7 +55,6 @@ CLOCK, SLACK = "%FT%T%z", 512  # MiB that a GPU may hold more than before the ru
 def refuse(code, text):  # what a person has to mend
     print(f"supervise.py: {text}", file=sys.stderr)
     raise SystemExit(code)
-
 def parse(argv):  # -> (options, command)
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(
@@ -75,7 +73,6 @@ def parse(argv):  # -> (options, command)
             (not argv[cut + 1:], "no command: supervise.py [options] -- COMMAND ...")):
         refuse(USAGE, text) if wrong else None
     return o, argv[cut + 1:]
-
 def run_folder(options, command):  # design.md 5: the same command finds its folder again
     out = re.findall(r"(?m)^--out[=\n](.+)$", "\n".join(command))[-1:]
     script = Path(next((w for w in command if w.endswith(".py")), command[0])).stem
@@ -87,15 +84,12 @@ STEP = re.compile(  # step   20/470, "step": 20, Step 20 of 470, tqdm's 20/470 [
     r"""(?!\s*(?:ms|s|sec|it)\b)|\b(\d++)/(\d++) \[""")
 LOSS = re.compile(r"""(?i)\bloss\b["']?\W{0,4}?(?:([-+]?(?:nan|inf))\b|[-+]?\d)""")
 ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*\x07?|\x1b.")
-
 def lines_of(data):  # bytes -> lines of text, cut before they are decoded, so that no character is
     return [ANSI.sub("", x.decode("utf-8", "replace").replace("\0", "")) for x in re.split(rb"[\r\n]+", data)]
-
-def step_of(line, pattern=STEP):  # -> (step, total or None), or None
-    groups = (pattern.search(line) or re.match("", "")).groups()
-    numbers = [int(re.sub(r"\D", "", g)) for g in groups if re.match(r"\d", g or "")]
-    return (*numbers, None)[:2] if numbers else None
-
+def step_of(line, pattern=STEP):  # -> (step, total or None), or None; 16 digits count something else
+    found = [g for g in (pattern.search(line) or re.match("", "")).groups() if g and g[0].isdigit()]
+    numbers = [int(re.sub(r"\D", "", g)) for g in found if len(g) < 16]
+    return (*numbers, None)[:2] if numbers and len(numbers) == len(found) else None
 def span(seconds):
     return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
 
@@ -112,9 +106,7 @@ CHAIN = re.compile(r"(?m)^.{0,12}(During handling of the above|The above excepti
 OWN = re.compile(r"(?m)^(?:\S*/)?[\w-]+\.py: (?:(.{1,60}?) failed: )?(\D.+)$")  # x.py: drafter 1 failed: ...
 CASCADE = re.compile(r"NCCL|ProcessGroup|Dist\w+Error|onnection (closed|reset|refused)|roken ?[Pp]ipe|^EOFErr"
                      r"|gloo|r: Aborted|KeyboardInterrupt|elastic|Process(Raised|Exited)|terminate called")
-
-def root_line(text, pattern=STEP):  # the output of many processes -> (process or "", type and message of the
-    # first failure, then what it led to where Python says so). What five more steps followed is old
+def root_line(text, pattern=STEP):  # -> (process or "", its failure). What five more steps followed is old
     found, end, steps = [], 0, {m[0]: m.start() for m in pattern.finditer(text)}  # (process, words, where)
     old = sorted(steps.values())[-5] if len(steps) > 4 else -1
     for m in FAILURE.finditer(text):
@@ -145,7 +137,6 @@ CAUSES = (  # label, what gives it away in the root line
 RETRIES = {"cuda-oom": 1, "dense-attention": 1, "nan": 1, "bad-checkpoint": 1, "import": 1}  # else --max-same
 WORDS = {"host-oom": "the kernel's count of OOM kills moved", "SIGKILL": "who sent it is unknown", "fx-trace":
          "compiled attention was refused as another thread of the process traced; a dense OOM only follows"}
-
 def cause_of(code, root, text="", ended="", oom_killed=False):  # -> label. ended: by us, hang or nan, or ""
     codes = {-s: s.name for s in signal.Signals} | {DIVERGED: "nan", USAGE: "usage"}
     known = next((label for label, pattern in CAUSES if re.search(pattern, root)), codes.get(code, "error"))
@@ -154,14 +145,12 @@ def cause_of(code, root, text="", ended="", oom_killed=False):  # -> label. ende
 
 SHOWN = "memory.total memory.used utilization.gpu temperature.gpu power.draw power.limit".split()
 APPS, CORE = "gpu_uuid pid process_name used_gpu_memory".split(), "timestamp index uuid name".split() + SHOWN
-EXTRA = ("pci.bus_id driver_version pstate clocks.current.sm utilization.memory temperature.memory clocks_ev"
-         "ent_reasons.active ecc.errors.uncorrected.volatile.total gpu_recovery_action mig.mode.current "
-         "persistence_mode").split()
+EXTRA = ("driver_version clocks.current.sm utilization.memory temperature.memory clocks_event_reasons.active "
+         "ecc.errors.uncorrected.volatile.total gpu_recovery_action").split()
 NUMBERS = {*SHOWN, "clocks.current.sm", "utilization.memory", "temperature.memory", "used_gpu_memory"}
 UNKNOWN = re.compile(r"(?i)|\[?(n/a|not supported|unknown error|insufficient permissions|requested .*)\]?")
 NOT_PLAIN = re.compile(r"(?!\d{1,15}(\.\d{1,9})?$).*")  # such a number is unknown, and unknown is never zero
 LOST = re.compile(r"(?i)is lost|fallen off|device handle|couldn't commun|mismatch|reboot|exit (9|15|16|18)\)")
-
 def read_csv(text, fields):  # -> (rows as dicts by field, the first line that is no row, or "")
     rows, odd, header = [], "", False  # no rows without the header: an error must not look like data
     for line in text.splitlines():
@@ -176,19 +165,16 @@ def read_csv(text, fields):  # -> (rows as dicts by field, the first line that i
         else:
             odd = odd or line.strip()[:200]
     return rows, odd or "no header" * (not header)
-
 def gpu_words(rows):  # -> one line a GPU, - where a value is unknown
     return ["GPU {0}: {2} of {1} MiB, util {3} %, {4} C, {5} of {6} W".format(
         r["index"], *("-" if r[f] is None else f"{r[f]:.0f}" for f in SHOWN)) for r in rows]
-
 def lost(first, rows, error):  # -> what is wrong with a GPU that was fine before the run, or ""
     here = {r["uuid"] for r in rows} or first
     gone = [f"GPU {r['index']} ({u}) is listed no more" for u, r in first.items() if u not in here]
     sick = [f"GPU {r['index']} asks for {r['gpu_recovery_action']}" for r in rows
             if r.get("gpu_recovery_action") not in (None, "None")]
     return "; ".join([error] * bool(LOST.search(error)) + gone + sick) if first else ""
-
-def held(first, rows, apps, pids):  # -> who keeps GPU memory that the run found free, "" nobody, None unknown
+def held(first, rows, apps, pids):  # -> who keeps GPU memory that the run found free, "" nobody
     unknown = not rows or apps is None
     for r in rows:
         before = first.get(r["uuid"], {}).get("memory.used")  # first: the rows by uuid before the run
@@ -197,11 +183,18 @@ def held(first, rows, apps, pids):  # -> who keeps GPU memory that the run found
             who = ", ".join(f"{pid} {name}" for pid, name in names.items()) or "nobody that nvidia-smi names"
             return f"{gpu_words([r])[0].split(',')[0]} are not free again, held by {who}"
         unknown = unknown or (r["memory.used"] is None and before is not None)
-    return None if unknown else ""
+    return "the GPUs cannot be read, and unknown is not free" * unknown
+def power_share(row):  # of its limit, None unknown
+    watts, limit = row["power.draw"], row["power.limit"]
+    return watts / limit if limit and watts is not None else None
+def idle(cores, rows):  # cores: that the run keeps busy -> does nobody work? No, where no GPU is known
+    signs = [[value <= most for value, most in ((r["utilization.gpu"], 0.5), (power_share(r), 0.25))
+              if value is not None] for r in rows]
+    known = [any(of_one) for of_one in signs if of_one]
+    return cores < 0.05 and bool(known) and all(known)  # threads that wait take a little
 
 START = {"phase": "", "step": None, "total": None, "first": None, "top": None, "moved": 0.0, "gained": None,
-         "longest": 0.0, "known": False, "wrapped": False, "nonfinite": 0, "pace": None}
-
+         "longest": 0.0, "known": False, "wrapped": False, "nonfinite": 0, "pace": None, "idle": None}
 def advance(p, now, step, phase, best):  # the attempt, at START once, moves. best: the top step of others
     seconds, steady = now - p["moved"], p["top"] is not None and p["phase"] == phase in ("", "training")
     p |= {"phase": phase, "moved": now, "known": True, "longest": max(p["longest"], seconds * steady)}
@@ -212,21 +205,21 @@ def advance(p, now, step, phase, best):  # the attempt, at START once, moves. be
     p["wrapped"] |= step < (p["step"] or 0)  # an epoch's bar began again: such steps say nothing about a gain
     p["gained"] = now if step > max(best, -1 if p["top"] is None else p["top"]) else p["gained"]
     p |= {"step": step, "first": step if p["first"] is None else p["first"], "top": max(step, p["top"] or 0)}
-
 def why_end(p, now, limits):  # -> (hang | nan, why) for an attempt that should not go on, or None
-    silent, learned, phase = now - p["moved"], max(limits.hang, limits.hang_factor * p["longest"]), p["phase"]
-    limit, words = learned, f"{limits.hang:g} s and {limits.hang_factor:g} times {p['longest']:.1f} s"
+    silent, slow, phase = now - p["moved"], limits.hang_factor * p["longest"], p["phase"]
+    rest = 0.0 if p["idle"] is None else now - max(p["idle"], p["moved"])
+    limit, words = max(limits.hang, slow), f"{limits.hang:g} s, and {slow:.1f} s by its longest step"
     if phase in ("preparing", "loading", "evaluating", "saving"):
-        limit, words = max(limits.phase_limit, learned), f"{limits.phase_limit:g} s for {phase}"
+        limit, words = max(limits.phase_limit, limit), f"{limits.phase_limit:g} s for {phase}"
     elif p["top"] is None or phase == "compiling":
         limit, words = limits.first_progress, f"{limits.first_progress:g} s to the first step"
+    elif rest > max(limits.idle_hang, slow):
+        limit, words = 0.0, f"{limits.idle_hang:g} s while neither a CPU nor a GPU works"
     if p["nonfinite"] >= 3:
         return "nan", "printed three losses in a row that are not finite and was ended"
     return ("hang", f"made no progress for {silent:.1f} s, the limit is {words}") if silent > limit else None
-
 def since(history, enough):  # the newest attempts, newest first, as far as the first that is enough
     return history[::-1][:1 + next((i for i, a in enumerate(history[::-1]) if enough(a)), len(history))]
-
 def ledgers(history, limits, now):  # -> {ledger: (used, allowed)}
     a = history[-1] if history else {"cause": "", "signature": "", "restart": 0}
     fresh = since(history, lambda x: x["gain"])  # True, False, or None: unknown, which counts neither way
@@ -240,21 +233,18 @@ def ledgers(history, limits, now):  # -> {ledger: (used, allowed)}
             "same failure": (max(0, len(same) - 1), RETRIES.get(a["cause"], limits.max_same)),
             "rate": (len(recent), limits.rate), "lifetime": (a["restart"], limits.lifetime),
             "waste": (int(sum(x["wasted"] for x in fresh)), limits.waste)}
-
 def exit_words(code, core=False):
     words = {128 + s: f", a shell's word for {s.name}" for s in signal.Signals} | {
         USAGE: ", bad usage or input", STOPPED: ", stopped on request", DIVERGED: ", diverged"}
     name = {-s: s.name for s in signal.Signals}.get(code, f"signal {-code}")
     return f"left with exit {code}{words.get(code, '')}" if code >= 0 else (
         f"was killed by {name} (exit {128 - code}{', core dumped' * core})")
-
 def story(a):  # an attempt as a plain dict -> how it ended, in words
     text = f"attempt {a['number']}, {span(a['up'])}" + f", step {a['step']}" * (a["step"] is not None)
     text += ", no gain" * (a["gain"] is False) + f" ({a['strays']} processes outlived it)" * (a["strays"] > 0)
     text += f": it {a['words'] or exit_words(a['code'], a['core'])}" + f": {a['root']}" * bool(a["root"])
     why = f"{a['cause']}: {WORDS[a['cause']]}" if a["cause"] in WORDS else a["cause"]
     return text + f" [{why}]" * bool(a["code"])
-
 def decide(history, limits, now, stop=0):
     """The newest attempt is over -> (relaunch, finished, stopped or give up; exit code; delay; a sentence).
     history: plain dicts, the oldest first; now: by the clock of their start; stop: a person's signal or 0."""
@@ -283,10 +273,9 @@ def decide(history, limits, now, stop=0):
             return action, result, delay * (action == "relaunch"), f"{story(a)}{missing}; {why}{so}"
 
 # ============================================ above: pure; below: effects, read as a script =================
-
-def quietly(act, *arguments, **more):  # None where a process or a file is gone, or the disk is full
-    with suppress(OSError, ValueError, TypeError, AttributeError, re.error, psutil.Error,
-                  subprocess.SubprocessError):
+def quietly(act, *arguments, **more):  # None where a process or a file is gone or full, or makes no sense
+    with suppress(OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError, re.error,
+                  psutil.Error, subprocess.SubprocessError):
         return act(*arguments, **more)
 
 class Output:  # the child's bytes: to attempt_NNN.log and its parts, to the terminal as it reads, a tail here
@@ -294,7 +283,6 @@ class Output:  # the child's bytes: to attempt_NNN.log and its parts, to the ter
         self.folder, self.options, self.pending, self.lost, self.trouble = folder, options, b"", 0, ""
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY  # on a handle of our own, not on the shell's
         self.terminal = 1 if os.path.isfile("/proc/self/fd/1") else quietly(os.open, "/proc/self/fd/1", flags)
-
     def check(self):  # a log that was pulled away is made again, a full disk waited for
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -304,7 +292,6 @@ class Output:  # the child's bytes: to attempt_NNN.log and its parts, to the ter
             self.shut = f"less than {self.options.min_free:g} MiB are free" * full
         except OSError as e:
             self.shut = e.strerror
-
     def feed(self, data):  # -> the whole lines in it
         self.ring += data
         del self.ring[:len(self.ring) > 2 * RING and -RING]
@@ -319,7 +306,6 @@ class Output:  # the child's bytes: to attempt_NNN.log and its parts, to the ter
             self.trouble = e.strerror
         self.lost += len(data)
         return lines_of(b"\n".join(lines))
-
     def rotate(self):  # the oldest parts go, never an attempt's first: it says what the run was
         self.part += 1
         self.path.rename(f"{self.path}.{self.part}")
@@ -330,7 +316,6 @@ class Output:  # the child's bytes: to attempt_NNN.log and its parts, to the ter
             if f.suffix != ".1" and (own >= most or len(parts) >= 2 * most):
                 parts.remove(f)
                 f.unlink()
-
     def show(self, data=b""):  # to the terminal, never waiting for it
         self.pending += data
         try:
@@ -353,7 +338,6 @@ def watch_gpus(gpus, interval):  # the thread that asks nvidia-smi for ever, whi
                 return vars(gpus).update(rows=[], error="nvidia-smi cannot be started any more")
             late = threading.Timer(gpus.timeout, lambda pid=call.pid: (
                 vars(gpus).update(rows=[], error=silent), quietly(os.killpg, pid, signal.SIGKILL)))
-            late.daemon = True
             late.start()
             with call.stdout:
                 text = call.stdout.read(WINDOW).decode("utf-8", "replace")
@@ -370,62 +354,58 @@ def watch_gpus(gpus, interval):  # the thread that asks nvidia-smi for ever, whi
         fields = fields if rows else CORE + EXTRA
         gpus.asked = asked  # last: who waits for it finds the rest
         gpus.wake.wait(interval * (1 if answered else 6)) and gpus.wake.clear()
-
 def write_minute(run):  # min, mean, max by GPU since the last line of gpu.jsonl; what was never known is null
     rows, run.gpus.samples, gpus, run.next_minute = run.gpus.samples, [], [], time.monotonic() + 60
     for r in {r["uuid"]: r for r in rows}.values():
-        own, names = [x for x in rows if x["uuid"] == r["uuid"]], sorted(NUMBERS & r.keys())
-        known = {f: [x[f] for x in own if x.get(f) is not None] for f in names}
+        own = [x for x in rows if x["uuid"] == r["uuid"]]
+        known = {f: [x[f] for x in own if x.get(f) is not None] for f in sorted(NUMBERS & r.keys())}
         gpus.append({"index": r["index"], "uuid": r["uuid"], "name": r["name"]} | {
             f: [min(v), round(sum(v) / len(v), 2), max(v)] if v else None for f, v in known.items()})
     append(run, "gpu.jsonl", gpus=gpus) if gpus else None
-
 def append(run, name, **record):  # the whole line, or on a full disk nothing of it
-    line = f"{json.dumps({'time': time.strftime(CLOCK), **record}, ensure_ascii=False)}\n".encode()
+    record = {"time": time.strftime(CLOCK), **record}
+    line = f"{json.dumps(record, ensure_ascii=False)}\n".encode(errors="replace")
     with suppress(OSError), open(run.folder / name, "ab", buffering=0) as f:
         size = f.tell()
         f.truncate(size) if f.write(line) < len(line) else None
         os.replace(f.name, f"{f.name}.1") if f.tell() > run.options.log_part_size * MIB else None
-
 def read_json(path):
     return quietly(lambda: dict(json.loads(Path(path).read_text()))) or {}
-
 def save(run, **changed):  # state.json: for `status`, and for the next supervisor if this one is killed
     run.state |= changed
     with suppress(OSError), open(run.folder / "state.json.new", "w") as f:
         print(json.dumps(run.state, indent=1), file=f, flush=True)
         os.fsync(f.fileno())
         os.replace(f.name, run.folder / "state.json")
-
 def note(run, kind, text, **values):
     append(run, "events.jsonl", kind=kind, text=text, **values)
-    run.output.show(f"supervise {time.strftime('%T')}: {text}\n".encode())
+    run.output.show(f"supervise {time.strftime('%T')}: {text}\n".encode(errors="surrogateescape"))
     save(run, last_event=f"{time.strftime('%F %T')} {text}")
 
 def tree(run):  # -> its live processes: our descendants, and who bears its token, as a killed supervisor's do
     token, session = f"SUPERVISE_RUN_ID={run.token}".encode(), os.getsid(0)  # nvidia-smi alone shares ours
     ours = {p for p in psutil.process_iter()
             if token in (quietly(Path(f"/proc/{p.pid}/environ").read_bytes) or b"").split(b"\0")}
-    ours |= {*psutil.Process().children(recursive=True)}
+    roots = {psutil.Process(), *run.left}
+    ours |= run.left | {child for p in roots for child in quietly(p.children, recursive=True) or ()}
     ours = {p for p in ours if quietly(os.getsid, p.pid) != session}
     for p in ours - {run.leader}:  # we are their subreaper
         quietly(os.waitpid, p.pid, os.WNOHANG) if quietly(p.status) == "zombie" else None
     return [p for p in ours if quietly(p.status) not in (None, "zombie")]
-
 def main_process(p):  # whom to ask for an end: the command, or where that is a shell, its heaviest child
     while quietly(p.name) in ("sh", "bash", "dash", "zsh", "fish") and (children := quietly(p.children)):
         p = max(children, key=lambda child: getattr(quietly(child.memory_info), "rss", 0))
     return p
-
 def end_in_order(run, roots, grace, alive):  # CONT and TERM to the main process under each root, then time
-    told, began, end = set(), time.time(), time.monotonic() + grace
-    while alive() and len(run.asked) < 2 and time.monotonic() < end:
+    told, began = set(), time.time()
+    def over():
         for p in {main_process(root) for root in roots} - told:
             if not told or (quietly(p.create_time) or 0) > began:  # a script's next command; not its shell
                 told.add(p)
-                [quietly(act) for act in (p.resume, p.terminate)]
-        pump(run, min(POLL, max(0.0, end - time.monotonic())))
-
+                quietly(p.resume)
+                quietly(p.terminate)
+        return not alive() or len(run.asked) > 1
+    wait_for(run, over, grace)
 def sweep(run):  # freeze and kill all that is left until two looks find nothing -> (killed, who defies it)
     wait_for(run, lambda: not tree(run), POLL * (run.status is not None))  # who dies with its parent is none
     killed, left, clean, end = set(), [], 0, time.monotonic() + SWEEP
@@ -434,15 +414,21 @@ def sweep(run):  # freeze and kill all that is left until two looks find nothing
         [quietly(act) for act in [p.suspend for p in left] + [p.kill for p in left]]
         killed, clean = killed | set(left), 0 if left or (run.leader and run.status is None) else clean + 1
         pump(run, 0.02)
-    return killed, "" if clean == 2 else f"process {(*left, run.leader)[0]} cannot be killed"
-
-def stacks(run):  # where the run stands -> (in short; by process, Python's stacks too where one can tell)
+    return killed, f"{left or run.leader} cannot be killed" * (clean < 2)
+def holders(device=r"/dev/nvidia\d+"):  # -> who has a GPU's file open, as far as we may look
+    return {p for p in psutil.process_iter() for fd in quietly(os.listdir, f"/proc/{p.pid}/fd") or ()
+            if re.fullmatch(device, quietly(os.readlink, f"/proc/{p.pid}/fd/{fd}") or "")}
+def stacks(run, ask):  # where the run stands -> (in short; by process). ask: for Python's stacks by SIGUSR1
+    def read(path):
+        return quietly(Path(path).read_text) or ""
     out, main = [], main_process(run.leader)
     for p in tree(run)[:64]:
-        wchan, stack, caught = (quietly(Path(f"/proc/{p.pid}/{name}").read_text) or "" for name in
-                                ("wchan", "stack", "status"))
-        out.append(f"{p.pid} {quietly(p.name)} {quietly(p.status)} {wchan} {re.findall(r'] (.*)', stack)}")
-        if int((re.findall(r"SigCgt:\s*(\w+)", caught) or "0")[0], 16) >> 9 & 1:
+        home = f"/proc/{p.pid}"
+        waits = [*{read(f"{home}/task/{tid}/wchan") for tid in quietly(os.listdir, f"{home}/task") or ()}]
+        calls = re.findall(r"] (.*)", read(f"{home}/stack"))
+        out.append(f"{p.pid} {quietly(p.name)} {quietly(p.status)} {waits} {calls}")
+        caught = re.findall(r"SigCgt:\s*(\w+)", read(f"{home}/status")) or ["0"]
+        if ask and int(caught[0], 16) >> (signal.SIGUSR1 - 1) & 1:
             quietly(p.send_signal, signal.SIGUSR1)  # it would end a process that does not wait for it
     spy = quietly(subprocess.check_output, f"py-spy dump -p {main.pid}".split(), text=True, timeout=9) or ""
     wait_for(run, lambda: False, POLL)  # faulthandler's answer to USR1 comes through the output
@@ -457,13 +443,11 @@ def pump(run, seconds=POLL):  # one turn: what the child writes, whether it live
         run.status = dead[1]
     run.output.show()
     look(run) if time.monotonic() >= run.next_look else None
-
 def wait_for(run, condition, seconds=1e9):
     end = time.monotonic() + seconds
     while not (met := condition()) and time.monotonic() < end:
         pump(run, min(POLL, max(0.0, end - time.monotonic())))
     return met
-
 def read_pipe(run):  # a step is progress; so is any output of a command that never showed a step
     p, data = run.p, os.read(run.pipe, RING)
     for line in run.output.feed(data):
@@ -476,7 +460,6 @@ def read_pipe(run):  # a step is progress; so is any output of a command that ne
     p["moved"] = p["moved"] if p["known"] else time.monotonic()
     run.pipe = run.pipe if data else os.close(run.pipe)
     time.sleep(0.05 * (0 < len(data) < WINDOW))  # many small writes are read together
-
 def look(run):  # twice a second: heartbeat, log, news; every --gpu-interval: who is there, the state
     now, gpus, run.next_look = time.monotonic(), run.gpus, time.monotonic() + LOOK
     beat, *_ = (read_json(run.heart), run.output.check(), quietly(take, run)) if run.leader else ({},)
@@ -489,11 +472,20 @@ def look(run):  # twice a second: heartbeat, log, news; every --gpu-interval: wh
     for kind in [k for k, text in said.items() if bool(text) != (k in run.said)]:
         run.said ^= {kind}
         note(run, kind, said[kind] or f"{kind}: well again", lost_bytes=run.output.lost)
-    save(run, stop=run.asked[0]) if run.asked and not run.state["stop"] else None  # it outlives us
+    if run.asked and not run.state["stop"]:
+        save(run, stop=run.asked[0])  # it outlives us
     write_minute(run) if now >= run.next_minute else None
     if run.leader and now >= run.next_save:
-        run.next_save, run.pids = now + run.options.gpu_interval, run.pids | {x.pid for x in tree(run)}
-        save(run, gpus=gpu_words(gpus.rows), gpu_error=gpus.error)
+        live, (then, before), run.next_save = tree(run), run.cpu, now + run.options.gpu_interval
+        run.cpu = now, sum(sum((quietly(p.cpu_times) or ())[:4]) for p in live)
+        rests = idle((run.cpu[1] - before) / (now - then), own_gpus(run))
+        run.pids, run.p["idle"] = run.pids | {p.pid for p in live}, (run.p["idle"] or now) if rests else None
+        save(run, gpus=gpu_words(gpus.rows), gpu_error=gpus.error,
+             live={p.pid: quietly(p.create_time) for p in live})  # so the next supervisor knows them
+    if run.quits and run.leader and run.status is None:
+        run.quits.clear()  # to one without a heartbeat SIGUSR1 may mean something else
+        where, stack = stacks(run, ask=bool(run.beat))
+        note(run, "stacks", f"asked by SIGQUIT: {where}", stacks=stack)
 
 def spawn(run):  # the command in a session of its own -> the attempt as it stands if nobody sees its end
     number = 1 + max((int(f.name[8:11]) for f in run.folder.glob("attempt_[0-9][0-9][0-9].log*")), default=0)
@@ -505,7 +497,7 @@ def spawn(run):  # the command in a session of its own -> the attempt as it stan
            "RESTART_COUNT": a["restart"], "LAST_FAILURE": last["cause"]}
     env = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **os.environ}
     env |= {f"SUPERVISE_{name}": str(value) for name, value in own.items()}
-    run.p, run.beat = {**START, "moved": now, "known": run.state["known"]}, {}
+    run.p, run.beat, run.next_save = {**START, "moved": now, "known": run.state["known"]}, {}, 0.0
     run.heart, run.old_beat, log = own["HEARTBEAT"], read_json(own["HEARTBEAT"]), run.output
     log.path, log.part, log.ring, log.partial = home / f"attempt_{number:03}.log", 0, bytearray(), b""
     log.check()
@@ -517,9 +509,9 @@ def spawn(run):  # the command in a session of its own -> the attempt as it stan
     child.returncode = os.close(theirs) or 0  # the loop reaps it
     run.status, run.leader, run.oom, run.pids = None, psutil.Process(child.pid), oom_kills(), {child.pid}
     save(run, attempt=number, leader=child.pid, now="running", p=run.p, history=[*history, a][-100:])
-    note(run, "start", f"attempt {number} is process {child.pid}: tail -F {log.path}", attempt=number)
+    words = f"attempt {number} is process {child.pid}: tail -F {shlex.quote(str(log.path))}"
+    note(run, "start", words, attempt=number)
     return a
-
 def oom_kills():
     return int((re.findall(r"oom_kill (\d+)", quietly(Path("/proc/vmstat").read_text) or "") or [0])[0])
 
@@ -528,8 +520,8 @@ def one_attempt(run):  # start the command, be there until nothing of it is left
     why = wait_for(run, lambda: not alive() or run.asked or why_end(run.p, run.turn, options))
     ended, words = why if isinstance(why, tuple) and alive() else ("", "")
     if ended:
-        (state, stack), rows = stacks(run), run.gpus.rows
-        stuck = [r for r in rows if (r[SHOWN[2]] or 0) > 90 and (r[SHOWN[4]] or 1e9) * 3 < (r[SHOWN[5]] or 0)]
+        (state, stack), rows = stacks(run, ask=True), run.gpus.rows
+        stuck = any((r["utilization.gpu"] or 0) > 90 and (power_share(r) or 1) < 0.25 for r in rows)
         words = "; ".join([words, state, *gpu_words(rows)]) + ": looks like a stuck collective" * bool(stuck)
     if alive():
         grace = options.hang_grace if ended == "hang" else 0 if ended else options.grace
@@ -544,8 +536,8 @@ def one_attempt(run):  # start the command, be there until nothing of it is left
     code = -signal.SIGKILL if alive() else os.waitstatus_to_exitcode(run.status)
     process, root = root_line(text := "\n".join(lines), run.pattern)
     cause = cause_of(code, root, text, ended, "SIGKILL" in root + exit_words(code) and oom_kills() > run.oom)
-    root = root or next((x[:500] for x in lines[::-1] if x.strip() and code), "")
-    root = f"{process}: {root}" if process else root
+    last = next((x[:500] for x in lines[::-1] if x.strip() and code), "")
+    root = f"{process}: {root}" if process else root or last
     gain = True if (p["top"] or 0) > best else False if p["known"] and not p["wrapped"] else None
     a |= {"up": up, "code": code, "core": os.WCOREDUMP(run.status or 0), "ended": ended, "words": words,
           "root": root, "cause": cause, "unkillable": unkillable, "gain": gain, "strays": len(killed) - by_us,
@@ -558,19 +550,19 @@ def one_attempt(run):  # start the command, be there until nothing of it is left
         "attempts": t["attempts"] + 1, "useful": t["useful"] + up - a["wasted"] * bool(code),
         "gpu": t["gpu"] + up * len(run.gpus.rows)})
     note(run, "exit", story(a), **a, lines=[x[:500] for x in lines[-200:]], gpu_rows=run.gpus.rows)
-
-def gpus_back(run):  # wait until the GPUs hold no more than before the run -> "" or why not
-    g, end, trouble, gone = run.gpus, time.monotonic() + run.options.gpu_wait, None, ""
-    visible = {*re.findall(r"[\w-]+", os.environ.get("CUDA_VISIBLE_DEVICES", ""))}  # none named: all
-    while g.first and not (run.asked or gone or trouble == "") and (asked := time.monotonic()) < end:
+def own_gpus(run):  # those that the run may use; all, where CUDA_VISIBLE_DEVICES names none of them
+    names = tuple(re.findall(r"[^,\s]+", os.environ.get("CUDA_VISIBLE_DEVICES", "")))
+    return [r for r in run.gpus.rows if r["index"] in names or r["uuid"].startswith(names)] or run.gpus.rows
+def gpus_back(run):  # wait until the GPUs are well and hold no more than before the run -> "" or why not
+    g, end, why = run.gpus, time.monotonic() + run.options.gpu_wait, "nvidia-smi is silent"
+    while g.first and why and not run.asked and (asked := time.monotonic()) < end:
         g.wake.set()
         if wait_for(run, lambda: g.asked >= asked or run.asked, end - asked):
-            mine = [r for r in g.rows if not visible or {r["index"], r["uuid"]} & visible]
-            trouble, gone = held(g.first, mine, g.apps, run.pids), lost(g.first, g.rows, g.error)
-            wait_for(run, lambda: run.asked or gone or trouble == "", min(2.0, run.options.gpu_interval))
-    trouble = f"the GPUs cannot be read ({g.error}), and unknown is not free" if trouble is None else trouble
-    return "" if not g.first or run.asked else gone or trouble
-
+            why = lost(g.first, g.rows, g.error) or held(g.first, own_gpus(run), g.apps, run.pids)
+            wait_for(run, lambda: run.asked or not why, min(2.0, run.options.gpu_interval))
+    others = holders() - run.neighbours if why else ()  # also whom nvidia-smi cannot see or name
+    why += f" ({g.error})" * (g.error not in why) + f"; GPU files are open in {others}" * bool(others)
+    return why * bool(g.first and not run.asked)
 def end_leftover(run):  # what a killed supervisor left alive is ended first, in order: there are never two
     if left := tree(run):
         note(run, "leftover", f"{len(left)} processes have lost their supervisor, they are ended: {left[0]}")
@@ -581,7 +573,9 @@ def end_leftover(run):  # what a killed supervisor left alive is ended first, in
 
 def supervise(run):  # the life of a run -> (exit code, how it ended)
     end_leftover(run)
-    run.asked += [run.state["stop"]] * (run.state["stop"] > 0 and not run.asked)
+    run.neighbours = holders()
+    if (free := shutil.disk_usage(run.folder).free / MIB) < 2 * run.options.min_free:
+        note(run, "disk", f"{free:.0f} MiB are free in {run.folder}: a checkpoint may find no room there")
     if not run.gpus.error:
         threading.Thread(target=watch_gpus, args=(run.gpus, run.options.gpu_interval), daemon=True).start()
         wait_for(run, lambda: run.gpus.asked or run.asked, run.options.gpu_timeout)
@@ -598,19 +592,16 @@ def supervise(run):  # the life of a run -> (exit code, how it ended)
         save(run, now=f"waiting {delay:g} s from {time.strftime('%T')}")
         wait_for(run, lambda: run.asked, delay)
     return 128 + run.asked[0], "stopped, as asked, while nothing ran"
-
 def summary(state):  # -> (what is left in the ledgers, what the run took)
     used = ledgers(state["history"], argparse.Namespace(**state["options"]), time.monotonic())
     wall, t = (state.get("over") or time.time()) - state["began"], state["totals"]
     return ", ".join(f"{name} {max(0, n - count):g} of {n:g}" for name, (count, n) in used.items()), (
         f"{t['attempts']} attempts in {span(wall)}: {span(t['useful'])} training, "
         f"{span(wall - t['useful'])} lost, {t['gpu'] / 3600:.1f} GPU hours")
-
 def lock(folder, mode="r", kind=fcntl.LOCK_SH):  # -> (the lock, who holds it instead or "")
     held = open(folder / "supervise.lock", mode)  # noqa: SIM115  until the process ends
     free = quietly(lambda: fcntl.flock(held, kind | fcntl.LOCK_NB) or True)
     return held, "" if free else os.pread(held.fileno(), 200, 0).decode().strip() or "a starting supervisor"
-
 def take(run):  # the lock, and again where its file was pulled away -> who has it
     run.folder.mkdir(parents=True, exist_ok=True)
     if quietly(lambda: os.path.samestat(os.stat(run.lock.name), os.fstat(run.lock.fileno()))):
@@ -619,21 +610,20 @@ def take(run):  # the lock, and again where its file was pulled away -> who has 
     [run.lock.truncate(0), print(run.owner, file=run.lock, flush=True)] if not other else None
     return other or run.owner
 
-def status(folder):  # one screen for a tired person, also when the run is dead
+def status(folder):  # -> one screen for a tired person, also when the run is dead
     s, beat = (read_json(folder / name) for name in ("state.json", "heartbeat.json"))
-    p, owner = s.get("p") or refuse(USAGE, f"{folder}: its state.json cannot be read"), lock(folder)[1]
+    p, owner, (left, totals) = s["p"], lock(folder)[1], summary(s)
     step = beat.get("step") if s["leader"] and beat.get("phase") == "training" else p["step"]
     now = f"{s['now']}, supervised by {owner}" if owner else f"not running: {s['ended'] or 'it was cut off'}"
-    print(f"""run       {folder}: {' '.join(s['command'])[:150]}
+    return f"""run       {folder}: {shlex.join(s['command'])[:150]}
 now       attempt {s['attempt']}, {now}
 progress  {p['phase'] or 'no phase'}, step {'-' if step is None else step} of {p['total'] or '-'}, \
 {p['pace'] or 0:.3g} s a step, eta {quietly(lambda: span((p['total'] - step) * p['pace'])) or '-'}, \
 heartbeat {quietly(lambda: span(time.time() - beat.get('time'))) or '-'} ago
-left      {summary(s)[0]}\n{chr(10).join(s.get('gpus') or [])}{s.get('gpu_error') or ''}
-totals    {summary(s)[1]}\nlast      {s['last_event']}
-tail      tail -F {folder}/attempt_{s['attempt']:03}.log""")
-
-def stop(folder):  # ask the supervisor for an end in order, or end what a dead one left
+left      {left}\n{chr(10).join(s.get('gpus') or [])}{s.get('gpu_error') or ''}
+totals    {totals}\nlast      {s['last_event']}
+tail      tail -F {shlex.quote(str(folder))}/attempt_{s['attempt']:03}.log"""
+def stop(folder):  # ask the supervisor for an end in order, or end what a dead one left -> how it ended
     if owner := lock(folder)[1]:
         os.kill(int(owner.split()[1]), signal.SIGTERM)
         print(f"{owner} was asked to stop the run; a second stop kills it", flush=True)
@@ -642,22 +632,28 @@ def stop(folder):  # ask the supervisor for an end in order, or end what a dead 
     elif not (old := read_json(folder / "state.json")).get("ended"):
         end_leftover(run := begin(folder, old.get("command", []), parse(["--", "-"])[0]))
         save(run, ended="stopped, as asked; its supervisor was dead", stop=0, leader=0)
-    print(f"nothing runs: {read_json(folder / 'state.json').get('ended')}")
+    return f"nothing runs: {read_json(folder / 'state.json').get('ended')}"
 
 def begin(folder, command, options):  # all that a run holds, nothing started. One that was cut off goes on
     old, p = read_json(folder / "state.json"), dict(START)
-    state = {"history": [], "stop": 0, "best": 0, "known": False, "leader": 0, "attempt": 0,
+    sound = quietly(lambda: summary(old) and {**old["live"], "": old["best"] + old["stop"]})
+    bad = "" if sound else (quietly((folder / "state.json").read_text, errors="replace") or "")
+    state = {"history": [], "stop": 0, "best": 0, "known": False, "leader": 0, "attempt": 0, "live": {},
              "began": time.time(), "totals": {"attempts": 0, "useful": 0.0, "gpu": 0.0}}
-    state |= {k: old[k] for k in (("best", "known", "attempt") if old.get("ended") else state) if k in old}
+    kept = () if bad else ("best", "known", "attempt") if old.get("ended") else state
+    state |= {k: old[k] for k in kept if k in old}
     state |= {"command": command, "options": vars(options), "ended": "", "over": 0, "now": "starting", "p": p}
+    left = {x for pid, born in state["live"].items() if (x := quietly(psutil.Process, int(pid)))
+            and abs((quietly(x.create_time) or 0) - born) < 2}  # not another one of this number
     gpus = argparse.Namespace(
         timeout=options.gpu_timeout, rows=[], apps=None, first={}, samples=[], asked=0.0,
         error="no nvidia-smi, no GPU figures" * (not shutil.which("nvidia-smi")), wake=threading.Event())
     return argparse.Namespace(
-        folder=folder, command=command, options=options, state=state, gpus=gpus, p=p, asked=[], hangup=[],
+        folder=folder, command=command, options=options, state=state, gpus=gpus, p=p, hangup=[],
         output=Output(folder, options), token=hashlib.sha1(bytes(folder.resolve())).hexdigest(), leader=None,
         pattern=re.compile(options.step_regex or STEP), status=None, pipe=None, said=set(), next_look=0.0,
-        turn=time.monotonic(), next_save=0.0, next_minute=time.monotonic() + 60)
+        turn=time.monotonic(), next_save=0.0, next_minute=time.monotonic() + 60, quits=[], bad=bad,
+        asked=[state["stop"]] * (state["stop"] > 0), cpu=(0.0, 0.0), left=left)
 
 def main(argv):
     if argv[:1] == ["--_exec"]:  # become the command, with a SIGTERM for the death of the supervisor
@@ -665,26 +661,30 @@ def main(argv):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         quietly(os.execvp, argv[2], argv[2:]) if os.getppid() == int(argv[1]) else None
         refuse(127, f"{argv[2]}: cannot be executed")
+    quietly(lambda: sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape"))  # any file's name
     if argv[:1] in (["status"], ["stop"]):
-        refuse(USAGE, "it needs a run folder") if not Path(*argv[1:], "supervise.lock").exists() else None
-        return (status if argv[0] == "status" else stop)(Path(argv[1]))
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nobody has to wait for a stop
+        text = len(argv) == 2 and quietly(status if argv[0] == "status" else stop, Path(argv[1]))
+        return print(text or refuse(USAGE, "it needs a run folder, with records that can be read, and yours"))
     options, command = parse(argv)
     folder, there = run_folder(options, command), os.path.exists(command[0])
     if not shutil.which(command[0]):
         refuse(126 if there else 127, f"{command[0]}: {'not executable' if there else 'command not found'}")
     run = begin(folder, command, options)
     if options.plan:
-        print(f"would run {' '.join(command)}\nin {folder}, where {len(tree(run))} of its processes live\n"
+        print(f"would run {shlex.join(command)}\nin {folder}, where {len(tree(run))} of its processes live\n"
               f"left: {summary(run.state)[0]}; {vars(options)}")
         return FINISHED
     run.owner = f"process {os.getpid()} since {time.strftime(CLOCK)}"
     owner = quietly(take, run) or refuse(USAGE, f"{folder}: cannot be written")
     refuse(TAKEN, f"{folder} is supervised by {owner}") if owner != run.owner else None
-    for name, marks in {"INT": run.asked, "TERM": run.asked, "HUP": run.hangup}.items():
+    for name, marks in {"INT": run.asked, "TERM": run.asked, "HUP": run.hangup, "QUIT": run.quits}.items():
         signal.signal(signal.Signals[f"SIG{name}"], lambda number, _, marks=marks: marks.append(number))
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans of the run come to us
     try:
-        note(run, "supervisor", f"{folder} is supervised by {owner}; supervise.py stop {folder} ends it")
+        if run.bad:
+            note(run, "state", f"state.json made no sense, all counters begin anew; it was: {run.bad[:999]}")
+        note(run, "supervisor", f"{owner} supervises; supervise.py stop {shlex.quote(str(folder))} ends it")
         code, how = supervise(run)
         write_minute(run)
         [quietly(p.kill) for p in psutil.Process().children(recursive=True)]  # an nvidia-smi that hangs

@@ -139,17 +139,15 @@ CORE = (
     "power.draw [W],power.limit [W]"
 ).split(",")
 EXTRA = (
-    "pci.bus_id,driver_version,pstate,clocks.current.sm [MHz],utilization.memory [%],temperature.memory,"
-    "clocks_event_reasons.active,ecc.errors.uncorrected.volatile.total,gpu_recovery_action,mig.mode.current,"
-    "persistence_mode"
+    "driver_version,clocks.current.sm [MHz],utilization.memory [%],temperature.memory,"
+    "clocks_event_reasons.active,ecc.errors.uncorrected.volatile.total,gpu_recovery_action"
 ).split(",")
 ROW = dict(
     zip(
         CORE + EXTRA,
         (
             "2026/11/29 18:07:13.412, 0, GPU-7fb30000-0000-0000-0000-000000000000, NVIDIA H200, "
-            "143771, 0, 0, 37, 77.41, 700.00, 00000000:00:06.0, 580.159.04, P0, 345, 0, 39, "
-            "0x0000000000000001, 0, None, Disabled, Enabled"
+            "143771, 0, 0, 37, 77.41, 700.00, 580.159.04, 345, 0, 39, 0x0000000000000001, 0, None"
         ).split(", "),
     )
 )
@@ -242,7 +240,7 @@ def alive(pid):
 
 def bearers(folder):
     """-> the live processes that were started for the run in this folder"""
-    mark, found = f"SUPERVISE_RUN_DIR={Path(folder).resolve()}\0".encode(), []
+    mark, found = os.fsencode(f"SUPERVISE_RUN_DIR={Path(folder).resolve()}\0"), []
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         try:
             if mark in Path(f"/proc/{pid}/environ").read_bytes() and alive(pid):

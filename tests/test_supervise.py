@@ -7,11 +7,26 @@ import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from supervise_kit import CORE, EXTRA, HANG, RAISE, alive, bearers, call, case, gpu, supervised, toy, until
+from supervise_kit import (
+    CORE,
+    EXTRA,
+    HANG,
+    OOM,
+    RAISE,
+    alive,
+    bearers,
+    call,
+    case,
+    gpu,
+    supervised,
+    toy,
+    until,
+)
 
 import supervise as s
 
@@ -211,6 +226,54 @@ def test_patience(p, seconds):
     assert ended == "hang" and "no progress" in why
 
 
+@pytest.mark.parametrize(
+    "p, seconds",
+    [
+        ({}, 300),
+        ({"phase": "training"}, 300),
+        ({"idle": 40.0}, 340),
+        ({"longest": 100.0}, 500),
+        ({"longest": 400.0}, 2000),
+        ({"idle": None}, 900),
+        *(({"phase": x}, 3600) for x in ("preparing", "loading", "evaluating", "saving")),
+        ({"phase": "compiling"}, 1800),
+        ({"top": None}, 1800),
+    ],
+)
+@case(15)
+def test_patience_with_a_run_that_rests(p, seconds):
+    """Catches an early verdict where a phase, the first step or slow steps have their own time, or where
+    nobody knows whether the run rests; and none where it does."""
+    p = progress(**{"step": 3, "top": 3, "idle": 0.0, **p})
+    assert s.why_end(p, seconds, LIMITS) is None
+    assert s.why_end(p, seconds + 0.1, LIMITS)[0] == "hang"
+
+
+@pytest.mark.parametrize(
+    "cores, rows, rests",
+    [
+        (0.0, [(0, 77, 700)], True),
+        (0.04, [(0, 77, 700)], True),
+        (0.5, [(0, 77, 700)], False),
+        (0.0, [(100, 90, 700)], True),
+        (0.0, [(100, 627, 700)], False),
+        (0.0, [(0, 77, 700), (100, 627, 700)], False),
+        (0.0, [(0, 77, 700), (None, None, None)], True),
+        (0.0, [(None, None, None)], False),
+        (0.0, [(None, None, 700)], False),
+        (0.0, [(None, 77, 700)], True),
+        (0.0, [(None, 300, 700)], False),
+        (0.0, [(0.4, None, None)], True),
+        (0.0, [(3, 77, None)], False),
+        (0.0, [], False),
+    ],
+)
+def test_rest_is_never_guessed(cores, rows, rests):
+    """Catches an unknown figure of a GPU taken for zero, one GPU that works left out, a busy CPU ignored."""
+    names = ("utilization.gpu", "power.draw", "power.limit")
+    assert s.idle(cores, [dict(zip(names, row)) for row in rows]) is rests
+
+
 @case(7)
 def test_three_losses_that_are_not_finite_end_it():
     """Catches a diverged run that trains on for days."""
@@ -260,6 +323,9 @@ def test_a_bar_per_epoch_is_no_lack_of_gain():
         ("footstep 3", None),
         ("epoch 3, lr 1e-4", None),
         ("step 3.5", None),
+        ("step " + "9" * 5000, None),
+        ("9" * 5000 + "/90 [", None),
+        ("step 1/" + "9" * 40, None),
         ("", None),
     ],
 )
@@ -793,11 +859,74 @@ def test_pipe_that_never_ends(tmp_path):
         held = os.open(f"/proc/{run.leader()}/fd/1", os.O_WRONLY)  # by someone whom no sweep can find
         try:
             assert run.event("exit")["code"] == 3
-            run.event("start", 2)
+            run.logged("step    2", 2)
             run.send(signal.SIGTERM)
             assert run.ended() == 75
         finally:
             os.close(held)
+
+
+@case(6)
+def test_out_of_memory(tmp_path):
+    """Catches a run whose memory never suffices started again and again, and one given up for it although
+    each attempt gets further."""
+    with supervised(tmp_path, "", toy("--at 3", OOM), name="early") as run:
+        assert run.ended() == 93
+        gains = [(e["cause"], e["gain"]) for e in run.events("exit")]
+        assert gains == [("cuda-oom", True), ("cuda-oom", False), ("cuda-oom", False)]
+        assert "298.00 GiB" in run.events("end")[0]["text"]
+    every = [word for at in range(5, 20, 5) for word in (f"--at {at}", OOM)]
+    with supervised(tmp_path, "", toy("--steps 20 --resume", *every), name="late") as run:
+        assert run.ended() == 0 and len(run.events("start")) == 4
+
+
+LOSSES = "[print(f'step {step}/99 loss %s', flush=True) for step in range(step + 1, step + 5)]; "
+
+
+@case(7)
+def test_loss_that_is_not_finite(tmp_path):
+    """Catches a diverged run that trains on, is started more than once again, or is not told why it was;
+    skipped steps, as mixed precision has them, that are taken for it."""
+    told = "print('after', os.environ['SUPERVISE_LAST_FAILURE'], flush=True)"
+    nan = ["--at 0", told, "--at 4", f"{LOSSES % 'nan'}{HANG}"]
+    with supervised(tmp_path, "", toy("--steps 99 --on-term die", *nan), name="nan") as run:
+        assert run.ended() == 93
+        assert [e["ended"] for e in run.events("exit")] == ["nan"] * 2
+        assert "not finite" in run.events("end")[0]["text"] and b"after nan" in run.log(2)
+    skip = LOSSES % "inf, skipping step"
+    with supervised(tmp_path, "", toy("--steps 20", "--at 4", skip), name="skip") as run:
+        assert run.ended() == 0 and len(run.events("start")) == 1
+
+
+@case(8)
+def test_collective_timeout(tmp_path):
+    """Catches a stuck collective that is ended before its own watchdog has spoken, and an abort that is
+    named instead of what led to it."""
+    go = tmp_path / "go"
+    wait = f"print({WATCHDOG!r}, flush=True)\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
+    cascade = f"print({TRACE + CLOSED!r}, flush=True)\nos.abort()"
+    with supervised(tmp_path, "--max-no-gain 0", toy("--at 3", wait + cascade)) as run:
+        run.logged("Watchdog caught")
+        assert not run.events("hang")
+        go.touch()
+        assert run.ended() == 93
+        a = run.events("exit")[0]
+        assert (a["code"], a["cause"], a["ended"]) == (-signal.SIGABRT, "nccl-timeout", "")
+        assert a["root"].startswith("rank0: ") and "Watchdog caught" in a["root"]
+
+
+@case(12)
+def test_bad_checkpoint(tmp_path):
+    """Catches a checkpoint that nobody can load loaded for ever, not named, or deleted."""
+    bad = tmp_path / "step-00000004.pt"
+    code = (
+        f"""open({str(bad)!r}, "w").close()\n"""
+        f"""raise RuntimeError("PytorchStreamReader failed reading zip archive: " {str(bad)!r})"""
+    )
+    with supervised(tmp_path, "", toy("--at 0", code)) as run:
+        assert run.ended() == 93 and len(run.events("start")) == 2
+        assert {e["cause"] for e in run.events("exit")} == {"bad-checkpoint"}
+        assert str(bad) in run.events("end")[0]["text"] and bad.exists()
 
 
 @case(24)
@@ -915,3 +1044,108 @@ def test_status_and_stop(tmp_path):
         assert code == 0 and b"saved at" in run.log(1) and run.ended() == 75
         code, out, _ = call("status", run.dir)
         assert code == 0 and "not running" in out and "stopped, as asked" in out
+
+
+# ------------------------------------------------------------------------------ what a person may ask or do
+
+
+@pytest.mark.parametrize("beat, caught", [("--beat", True), ("", True), ("--beat", False)])
+def test_quit_shows_where_the_run_stands(tmp_path, beat, caught):
+    """Catches a SIGQUIT that ends the supervisor or the run, that tells nothing, or that sends SIGUSR1 to a
+    process which does not wait for it or may mean something else by it."""
+    code = "import faulthandler; faulthandler.register(signal.SIGUSR1)" if caught else "True"
+    with supervised(tmp_path, "", toy(f"--steps 9999 {beat}", "--at 0", code)) as run:
+        run.logged("step    9")
+        run.send(signal.SIGQUIT)
+        told = run.event("stacks")
+        assert f"main process {run.leader()} is" in told["text"]
+        assert f"{run.leader()} python" in told["stacks"]
+        size = len(run.log())
+        until(lambda: len(run.log()) > size + 500, what="more steps")
+        assert (b"most recent call first" in run.log()) == bool(beat and caught)
+        run.send(signal.SIGQUIT)
+        run.event("stacks", 2)
+        run.send(signal.SIGTERM)
+        assert run.ended() == 75 and len(run.events("start")) == 1
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"history": [{}], "totals": 3}', '{"best": "7"}'])
+def test_state_that_makes_no_sense(tmp_path, text):
+    """Catches a state.json, cut short or of another version, that nobody can start, ask or stop any more, or
+    that is given up without a word."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "supervise.lock").touch()
+    (folder / "state.json").write_text(text)
+    code, out, err = call("status", folder)
+    assert code == 2 and err.count("\n") == 1 and "Traceback" not in out + err
+    with supervised(tmp_path, "", toy("--steps 2")) as run:
+        assert run.ended() == 0
+        assert text in run.events("state")[0]["text"]
+    assert call("status", folder)[0] == 0
+
+
+def test_names_that_are_no_utf8(tmp_path):
+    """Catches a name with bytes of another encoding, or a space, that ends the supervisor."""
+    name = os.fsdecode(b"caf\xe9 1")
+    with supervised(tmp_path, "", ["sh", "-c", "true", name], name=name) as run:
+        assert run.ended() == 0 and run.events("end")[0]["code"] == 0
+        assert b"tail -F '" + os.fsencode(run.dir) in run.shown.read_bytes(), "not to be pasted"
+    assert call("status", run.dir, errors="surrogateescape")[0] == 0
+
+
+def test_output_and_heartbeats_without_sense(tmp_path):
+    """Catches a command that can end its supervisor by what it writes."""
+    beats = ["[]", "{", "null", '{"step": 1e400}', '{"step": true, "phase": [1]}', "[" * 99999, "9" * 5000]
+    code = (
+        f"print('step ' + '9' * 5000, flush=True)\n"
+        f"for text in {beats}:\n"
+        "    open(os.environ['SUPERVISE_HEARTBEAT'], 'w').write(text)\n"
+        "    time.sleep(0.6)"
+    )
+    with supervised(tmp_path, "", toy("--steps 4", "--at 2", code)) as run:
+        assert run.ended() == 0 and len(run.events("start")) == 1
+
+
+@case(28)
+def test_leftover_without_our_marks(tmp_path):
+    """Catches a second trainer beside one that a killed supervisor left and that had thrown its environment
+    away, ignores SIGTERM, or wrote no step since."""
+    code = "signal.signal(15, signal.SIG_IGN); print('step 1/2', flush=True); time.sleep(600)"
+    code = f"import signal, time; {code}"
+    command = ["env", "-i", sys.executable, "-S", "-c", code]
+    with supervised(tmp_path, "--gpu-interval 0.1", command) as run:
+        run.logged("step 1/2")
+        leader = run.leader()
+        until(lambda: str(leader) in run.state()["live"])
+        run.process.kill()
+        run.process.wait()
+        assert alive(leader)
+        with supervised(tmp_path, "--grace 0.3", command) as again:
+            again.event("start", 2)
+            assert not alive(leader), "two at a time"
+            again.send(signal.SIGTERM)
+            assert again.ended() == 143
+
+
+@case(38)
+def test_little_room_is_said_at_the_start(tmp_path):
+    """Catches a week's run begun on a disk with no room for its first checkpoint, without a word."""
+    for least, told in ((1, 0), (900000000, 1)):
+        with supervised(tmp_path, f"--min-free {least}", toy("--steps 2"), name=f"run{told}") as run:
+            assert run.ended() == 0 and len(run.events("disk")) == told
+
+
+def test_own_error(tmp_path):
+    """Catches an error of the supervisor's own that leaves its trainer running, or another code than 97."""
+    broken = "import sys, supervise; supervise.decide = None; sys.exit(supervise.main(sys.argv[1:]))"
+    folder = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, "-c", broken, "--run-dir", str(folder), "--", *toy("--steps 2")],
+        env={**os.environ, "PYTHONPATH": str(Path(s.__file__).parent)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 97 and "an error in here" in done.stderr and not bearers(folder)

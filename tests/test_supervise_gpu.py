@@ -2,16 +2,18 @@
 
     python -m pytest tests/test_supervise_gpu.py -rP        -rP: the measured figures too
 """
+import argparse
 import json
 import os
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-from supervise_kit import SPIN, Smi, alive, case, gpu, supervised, toy, until
+from supervise_kit import HANG, SPIN, Smi, alive, case, gpu, supervised, toy, until
 
 import supervise
 
@@ -67,6 +69,49 @@ def test_livelock_is_named(tmp_path, smi, watts, stuck):
         assert f"util 100 %, 37 C, {watts:.0f} of 700 W" in text and "no progress" in text
         assert ("looks like a stuck collective" in text) == stuck
         assert run.event("exit")["ended"] == "hang"
+
+@pytest.mark.parametrize("holds", ["CPU", "GPU", "nobody knows"])
+@case(13, 15)
+def test_rest_is_a_hang_sooner(tmp_path, smi, holds):
+    """Catches a hang that could be known early, as neither CPU nor GPU works, and is waited for; a verdict
+    while either works, or while the figures of the GPU are unknown. One look at a time changes."""
+    go = tmp_path / "go"
+    spin = f"while not os.path.exists({str(go)!r}): pass\ntime.sleep(600)" if holds == "CPU" else HANG
+    if holds != "CPU":
+        watts, share = ("627", "100") if holds == "GPU" else ("[N/A]", "[N/A]")
+        smi.gpus(gpu(power_draw=watts, utilization_gpu=share))
+    options = "--idle-hang 0.6 --gpu-interval 0.1 --hang-grace 0.2"
+    with supervised(tmp_path, options, toy("--beat --at 5", spin), smi) as run:
+        run.logged("step    5")
+        asked_again(smi, 20)
+        assert not run.events("hang") and len(run.events("start")) == 1
+        go.touch()
+        smi.gpus(gpu())
+        assert "0.6 s while neither a CPU nor a GPU works" in run.event("hang")["text"]
+        assert run.event("exit")["ended"] == "hang"
+
+def test_holders_of_a_device_are_found(tmp_path):
+    """Catches a process that has a GPU open and is not named, and a neighbour's other files taken for one."""
+    for name in ("nvidia0", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    processes = {name: subprocess.Popen(["sleep", "600"], stdin=open(tmp_path / name))  # noqa: SIM115
+                 for name in ("nvidia0", "nvidia-uvm")}
+    try:
+        found = supervise.holders(rf"{re.escape(str(tmp_path))}/nvidia\d+")
+        assert processes["nvidia0"].pid in {p.pid for p in found}
+        assert processes["nvidia-uvm"].pid not in {p.pid for p in found}
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+
+@pytest.mark.parametrize("names, index", [("1", ["1"]), ("0,1", ["0", "1"]), ("GPU-1fb3", ["1"]),
+                                          ("", ["0", "1"]), ("-1", ["0", "1"]), ("MIG-x", ["0", "1"])])
+def test_gpus_of_the_run(monkeypatch, names, index):
+    """Catches a run given up as a GPU that it may not use is not free, or as its own could not be told."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
+    run = argparse.Namespace(gpus=argparse.Namespace(rows=[gpu(0), gpu(1)]))
+    assert [r["index"] for r in supervise.own_gpus(run)] == index
 
 # ------------------------------------------------------------------------- GPU memory after a death
 
