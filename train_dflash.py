@@ -2692,6 +2692,9 @@ def worker(work, seat, args, stop, link):
     sys.stderr.flush()
     os._exit(0)  # no interpreter shutdown: communicators with dead peers would wait in their destructors
 
+def is_stopped(child):
+    return Path(f"/proc/{child.pid}/stat").read_text().rpartition(") ")[2][0] == "T"
+
 def run_workers(works, stop, patient=True, stall=math.inf):
     """Spawn [(function, seat, args)], wait, end them all -> (exit code, reason, [result of each or None]).
 
@@ -2720,14 +2723,14 @@ def run_workers(works, stop, patient=True, stall=math.inf):
     os.environ.clear()
     os.environ.update(environment)
     try:
-        waiting, failures, deadline = dict(enumerate(children)), [], math.inf
+        waiting, failures, halted, deadline = dict(enumerate(children)), [], {}, math.inf
         while any(results[i] is None for i, (_, seat, _) in enumerate(works) if seat.role != "target"):
             if stop.value >= 2 or (stop.value and not patient):
                 return 128 + max(stop.value, signal.SIGINT), "stopped at once, on a signal", results
             if not waiting or time.monotonic() > deadline:
                 _, code, reason = min(failures, key=lambda f: f[0])
                 for child, _ in waiting.values():  # whoever is stopped is what the others waited for
-                    if Path(f"/proc/{child.pid}/stat").read_text().rpartition(") ")[2][0] == "T":
+                    if is_stopped(child):
                         reason = f"{child.name}, process {child.pid}, is stopped (SIGSTOP); {reason}"
                 return code, reason, results
             wait_for_any([x for child, link in waiting.values() for x in (link, child.sentinel)], timeout=0.5)
@@ -2750,7 +2753,9 @@ def run_workers(works, stop, patient=True, stall=math.inf):
                     failures.append((0, FAILED, f"{child.name} {died}"))
                 if message or dead:
                     del waiting[i]
-            shown = {i: works[i][1].alive.value for i in waiting if works[i][1].alive.value}
+            halted = {i: halted.get(i, time.monotonic()) for i, (child, _) in waiting.items()
+                      if is_stopped(child)}
+            shown = halted | {i: works[i][1].alive.value for i in waiting if works[i][1].alive.value}
             if shown and time.monotonic() - min(shown.values()) > stall and not failures:
                 child = children[min(shown, key=shown.get)][0]
                 failures.append((0, FAILED, f"{child.name}, process {child.pid}, made no progress for "

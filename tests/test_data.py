@@ -321,6 +321,19 @@ def test_the_cut_counts_what_it_keeps_and_drops(dice, read):
     with pytest.raises(t.UserError, match="10 x nothing to learn after the cut"):
         read(tokenizer, chats(*[31] * 10), max_length=32)  # room for one token: an anchor without a label
 
+def test_a_row_of_a_million_tokens(dice, read):
+    """A row that nobody would write by hand costing more than itself: time, memory, or its neighbours."""
+    n, chat = 1_000_000, exchange("a question", "its answer")
+    mask = [False] * (n - 9) + [True] * 9
+    rows = [exchange("q" * n, "r"), exchange("q", "r" * n), {"input_ids": [7] * n, "loss_mask": mask},
+            {"input_ids": [7] * n, "loss_mask": mask[::-1]}, chat]
+    dice.shuffle(rows)
+    found = read(byte_level(), rows, max_length=96)
+    cut, whole = expected(byte_level(), exchange("q", "r" * 99)), expected(byte_level(), chat)
+    want = [(cut[0][:96], cut[1][:96]), ([7] * 96, mask[::-1][:96]), whole]
+    assert sorted(kept(found)) == sorted(want)
+    assert "5 rows read, 3 documents kept (0 held out), 2 cut at 96, 2 dropped" in found.report
+
 def test_the_held_out_split_leaks_nothing(dice, read):
     """A held-out prompt in training under another reply, a row in both or neither, a rule that drifts."""
     fraction = dice.choice([0.1, 0.3, 0.7])
