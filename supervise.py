@@ -543,7 +543,7 @@ def one_attempt(run):  # start the command, be there until nothing of it is left
           "root": root, "cause": cause, "unkillable": unkillable, "gain": gain, "strays": len(killed) - by_us,
           "gpus": "", "first": p["first"], "step": p["top"], "total": p["total"],
           "signature": f"{cause} {p['phase'] if ended else re.sub('0x[0-9a-f]+|[0-9]+', '#', root)[:200]}",
-          "wasted": 0.0 if gain is None else time.monotonic() - (p["gained"] or a["start"]),
+          "wasted": 0.0 if gain is None or not code else time.monotonic() - (p["gained"] or a["start"]),
           "done_missing": bool(options.done) and not (run.folder / options.done).exists()}
     run.pids, run.leader, t = run.pids | {p.pid for p in killed}, None, run.state["totals"]
     save(run, best=max(best, p["top"] or 0), known=p["known"], leader=0, totals={

@@ -165,18 +165,35 @@ def int_list(text, name):
     except ValueError:
         raise UserError(f"{name} {text}: give whole numbers with commas, as 0,1,2") from None
 
+def check_mode(cfg):
+    """One thing at a time, and no flag of a mode that is not asked for. Raises UserError."""
+    asked = [k for k in ("evaluate", "regenerate", "curves") if getattr(cfg, k)]
+    if len(asked) > 1:
+        raise UserError(f"--{asked[0]} and --{asked[1]}: one at a time")
+    for flags, mode in (("replies each_turn", "regenerate"), ("prompts tree", "evaluate")):
+        for k in flags.split():
+            if getattr(cfg, k) and mode not in asked:
+                raise UserError(f"--{k.replace('_', '-')} goes with --{mode}, which is not given")
+    for k in ("plan", "init_from"):
+        if getattr(cfg, k) and asked:
+            raise UserError(f"--{k.replace('_', '-')} is of training, --{asked[0]} does none: leave one out")
+    if cfg.init_from and not cfg.target:
+        raise UserError("--init-from: name the model that the drafter is for with --target")
+
 def check(cfg):
     """Every rule on Config that needs no file and no GPU. Raises UserError."""
     def need(ok, message):
         if not ok:
             raise UserError(message)
 
+    check_mode(cfg)
     at_least_0 = ("heads kv_heads head_dim ffn sliding_window full_layers max_steps workers gamma seed "
                   "temperature tree").split()
     above_0 = ("block layers tokens anchors max_length accumulation clip lr eval_every save_every log_every "
                "keep stall_timeout num_prompts new_tokens").split()
     for name, value in dataclasses.asdict(cfg).items():
         shown = f"--{name.replace('_', '-')} {value}"
+        need(not isinstance(value, float) or math.isfinite(value), f"{shown}: give a finite number")
         need(name not in at_least_0 or value >= 0, f"{shown}: must be 0 or more")
         need(name not in above_0 or value > 0, f"{shown}: must be above 0")
         need(name not in ("eval_fraction", "warmup") or 0 <= value < 1, f"{shown}: from 0 to below 1")
@@ -189,7 +206,7 @@ def check(cfg):
     step = TILE // math.gcd(cfg.block, TILE)
     need(cfg.anchors % step == 0, f"--anchors {cfg.anchors} x --block {cfg.block}: must be a multiple of "
          f"{TILE}, as {-(-cfg.anchors // step) * step} anchors are")
-    need(cfg.max_length <= cfg.tokens,
+    need(cfg.max_length <= cfg.tokens or cfg.regenerate,
          f"--max-length {cfg.max_length} is more than --tokens {cfg.tokens}: a row must fit its micro-batch")
     need(not cfg.sliding_window or cfg.sliding_window >= cfg.block,
          f"--sliding-window {cfg.sliding_window} is smaller than --block {cfg.block}")
@@ -292,7 +309,8 @@ def clean_messages(messages):
             raise ValueError(f"role {str(turn.get('role'))[:20]!r}")
         if not isinstance(turn["content"], str):
             parts = turn["content"]
-            if not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
+            if not isinstance(parts, (list, np.ndarray)) or not all(
+                    isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
                 raise ValueError("content that is not text")
             turn["content"] = "".join(p["text"] for p in parts)
         for call in turn.get("tool_calls") or ():
@@ -1472,7 +1490,7 @@ def read_chats(path, flag):
     """JSONL of {"prompt": text} or {"messages": [...]}, perhaps with tools -> ([(row number, turns, tools)],
     [(row number, reason)])."""
     chats, bad = [], []
-    with refused(f"{flag} {path}: cannot be read", OSError), \
+    with refused(f"{flag} {path}: cannot be read", (OSError, EOFError, zlib.error)), \
             (gzip.open if path.endswith(".gz") else open)(path, "rb") as f:
         lines = f.read().split(b"\n")  # not splitlines(): a text may hold U+2028
     for number, line in enumerate(lines):
@@ -1574,7 +1592,8 @@ def decoding_table(results, block, end_ids):
         if name == "plain":
             lines.append(f"{'plain target':16}{1:11.2f}{len(done):8} of{len(rest):8} of{rate:11.1f}{1:11.2f}")
         else:
-            accepted = "".join(f"{v[k]:11.2f}" for k in ("accepted", "finished", "unfinished"))
+            accepted = "".join(f"{v[k]:11.2f}" if v[k] == v[k] else f"{'-':>11}"
+                               for k in ("accepted", "finished", "unfinished"))
             lines.append(f"{name:16}{accepted}{rate:11.1f}{v['speedup']:11.2f}{r['differ']:11}")
     counts = Counter(n for _, rounds, _ in results["drafter"]["runs"] for n in rounds)
     shares = (f"{n}: {counts[n] / max(counts.total(), 1):.0%}" for n in range(1, block + 1))
@@ -1612,6 +1631,8 @@ def read_drafter(folder):
         config = {k: v for k, v in config.items() if v is not None}  # a null says no more than an absence
         state = load_file(Path(folder) / "model.safetensors")
     inner = config.setdefault("dflash_config", {})
+    if not isinstance(inner, dict):
+        raise UserError(f"{folder}/config.json: dflash_config {inner!r} is no object")
     for key in ("block_size", "mask_token_id", "target_layer_ids"):
         found = [v for v in (config.get(key), inner.get(key)) if v is not None]
         if not found or found[0] != found[-1]:
@@ -1632,6 +1653,11 @@ def follow(config, where):
     for key in ("hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
                 "head_dim rms_norm_eps").split():
         need(key in config, f"{key} is missing")
+        need(key == "rms_norm_eps" or (type(config[key]) is int and config[key] > 0),
+             f"{key} {config[key]!r} is no size")
+    taps = inner["target_layer_ids"]
+    need(isinstance(taps, list) and taps and all(type(x) is int and x >= 0 for x in taps),
+         f"target_layer_ids {taps} are no layers")
     thetas = {x for x in (config.get("rope_theta"), rope.get("rope_theta")) if x is not None}
     need(len(thetas) == 1, f"rope_theta has two values, {thetas}" if thetas else "rope_theta is missing")
     config["rope_theta"] = thetas.pop()
@@ -2320,11 +2346,22 @@ def decoding_worker(seat, cfg, folder, documents, controls, stop):
         raise UserError(f"{folder} is no drafter for {cfg.target}: it wants width {config['hidden_size']} "
                         f"and taps {taps}, there are width {text.hidden_size} and {text.num_hidden_layers} "
                         "layers")
+    if not 0 <= mask_token_id < text.vocab_size:
+        raise UserError(f"{folder} is no drafter for {cfg.target}: its mask token is {mask_token_id}, of "
+                        f"{text.vocab_size}")
     cfg = dataclasses.replace(cfg, block=config["block_size"])
     prompts = (read_prompts(cfg.prompts, tokenizer, cfg.num_prompts) if cfg.prompts else
                held_out_prompts(documents, cfg.num_prompts))
     if not prompts:
         raise UserError("--evaluate: the run has no held-out chats, give --prompts")
+    longest = getattr(text, "max_position_embeddings", None) or math.inf
+    fitting = [pair for pair in prompts if len(pair[0]) + cfg.new_tokens + cfg.block <= longest]
+    if len(fitting) < len(prompts):
+        say(f"{len(prompts) - len(fitting)} prompts are left out: with --new-tokens {cfg.new_tokens} they go "
+            f"beyond the target's {longest} positions")
+    if not fitting:
+        raise UserError(f"--new-tokens {cfg.new_tokens}: no prompt leaves so much room, lower it")
+    prompts = fitting
     # cuDNN's attention plans anew for every length that decoding meets; the other kernels do not.
     torch.backends.cuda.enable_cudnn_sdp(False)
     model = load_target(cfg.target, dtype).to(device)
@@ -2471,6 +2508,7 @@ def make_demo(cfg, out, seat, stop):
 def show_demo(cfg, given, out, begin, stop):
     """Decode held-out prompts with the new drafter and its controls, say what came out -> (code, reason)."""
     cfg = dataclasses.replace(cfg, evaluate=str(out), new_tokens=128)
+    heartbeat(out, "evaluating")
     code, reason, values = evaluate(cfg, given, stop, controls=True)
     if code == DONE:
         write_metric(out, "decoding", **values)
@@ -2482,6 +2520,11 @@ def show_demo(cfg, given, out, begin, stop):
     return code, reason
 
 # ------------------------------------------------------------------------------------ replies by the target
+
+def first_asked(turns, each_turn):
+    """How many turns of a chat stand before the first reply that is asked for."""
+    users = [i + 1 for i, turn in enumerate(turns) if turn["role"] == "user"]
+    return users[0] if each_turn else users[-1]
 
 def add_reply(chat, prompt, reply, said, finished, each_turn):
     """The chat with one more reply -> True when a turn of the user is to be answered yet.
@@ -2557,8 +2600,7 @@ def replies_worker(seat, cfg, jobs, stop):
 
     chats, begin, told, tokens, done, problems = [], time.monotonic(), 0.0, 0, 0, Counter()
     for number, turns, tools in jobs:
-        asked = [i for i, turn in enumerate(turns) if turn["role"] == "user"]
-        first = (asked[0] if cfg.each_turn else asked[-1]) + 1
+        first = first_asked(turns, cfg.each_turn)
         chats.append({"row": number, "turns": turns[:first], "left": turns[first:], "lines": [], "told": [],
                       "ids": [], "mask": [], "finished": False, "tools": tools})
     chats.sort(key=lambda chat: sum(len(turn["content"]) for turn in chat["turns"]))  # like lengths together
@@ -2582,7 +2624,7 @@ def replies_worker(seat, cfg, jobs, stop):
                     said = tokenizer.decode(reply[:-1] if finished else reply, skip_special_tokens=True)
                     more = add_reply(chat, prompt, reply, said, finished, cfg.each_turn)
                 again += [chat] * more
-                if not more:
+                if chat["ids"] and not more:
                     write(chat)
             chats, done = again + chats, done + len(batch) - len(again)
             if time.monotonic() - told > 10 or not chats:
@@ -2602,20 +2644,25 @@ def regenerate(cfg, stop):
     if not jobs:
         raise UserError(f"--regenerate {cfg.regenerate}: no prompt in it ({bad[0][1]})")
     path = Path(cfg.replies)
+    if path.exists() and path.samefile(cfg.regenerate):
+        raise UserError(f"--replies {path}: is the file of the prompts, give another")
+    if path.suffix == ".gz":
+        raise UserError(f"--replies {path}: is written plainly, give a name without .gz")
     with refused(f"--replies {path}: cannot be written", OSError):
         f = open(path, "ab+")  # noqa: SIM115  closed below, its lock with it
     with f:
         with refused(f"--replies {path}: another process writes it", BlockingIOError):
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         f.seek(0)
-        *lines, rest = f.read().split(b"\n")
+        done, (*lines, rest) = set(), f.read().split(b"\n")
         other = f"--replies {path}: holds something else, give another"
         with refused(other, (ValueError, KeyError, TypeError)):
-            asked, done = {number: turns[0] for number, turns, _ in jobs}, set()
+            asked = {number: turns[: first_asked(turns, cfg.each_turn)] for number, turns, _ in jobs}
             for line in map(json.loads, lines):
-                done.add(line["row"])
-                if line["messages"] and asked.get(line["row"]) != line["messages"][0]:
+                prompt = asked.get(line["row"], [None])
+                if line["messages"][: len(prompt)] != prompt:
                     raise ValueError(f"row {line['row']} answers another prompt")
+                done.add(line["row"])
             if rest[:7] != b'{"row":'[: len(rest)]:
                 raise ValueError(f"its last line is {rest[:40]!r}")
         f.truncate(f.tell() - len(rest))
@@ -2631,10 +2678,11 @@ def regenerate(cfg, stop):
         code, reason, results = run_workers([(replies_worker, seat, (cfg, left)) for seat in seats], stop)
     if code:
         return code, reason
-    say(f"{sum(r['chats'] for r in results):,} chats answered, {sum(r['tokens'] for r in results):,} tokens, "
+    problems = sum((r["problems"] for r in results), Counter())
+    say(f"{sum(r['chats'] for r in results) - problems.total():,} chats answered, "
+        f"{sum(r['tokens'] for r in results):,} tokens, "
         f"{sum(r['tokens'] / max(r['seconds'], 1e-9) for r in results):,.0f} tokens/s: {path}"
-        + "".join(f"; {n} not answered: {why}" for why, n in sum(
-            (r["problems"] for r in results), Counter()).most_common(12)))
+        + "".join(f"; {n} not answered: {why}" for why, n in problems.most_common(12)))
     if any(r["stopped"] for r in results):
         return STOPPED, "stopped on request; run it again to go on"
     return DONE, ""
@@ -2648,8 +2696,10 @@ def draw_curves(folder):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    with refused(f"--curves {folder}: no metrics.jsonl of a run there", (OSError, ValueError)):
+    with refused(f"--curves {folder}: no metrics.jsonl of a run there", (OSError, ValueError, TypeError)):
         rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+        if not any(row["kind"] == "train" for row in rows):
+            raise ValueError("no step is told in it yet")
     figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
     panels = (("loss", ("loss",)), ("tokens a round", ("accept_len", "accept_len_whole", "walk", "tree_32")),
               ("thousand context tokens/s", ("tokens_per_s",)))
@@ -2664,7 +2714,8 @@ def draw_curves(folder):
         axis.set_yscale("log" if title == "loss" else "linear")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
-    figure.savefig(Path(folder) / "curves.png", dpi=110)
+    with refused(f"--curves {folder}: cannot be written", OSError):
+        figure.savefig(Path(folder) / "curves.png", dpi=110)
     say(f"{Path(folder) / 'curves.png'}")
     return DONE, ""
 
@@ -2725,8 +2776,8 @@ def run_workers(works, stop, patient=True, stall=math.inf):
     try:
         waiting, failures, halted, deadline = dict(enumerate(children)), [], {}, math.inf
         while any(results[i] is None for i, (_, seat, _) in enumerate(works) if seat.role != "target"):
-            if stop.value >= 2 or (stop.value and not patient):
-                return 128 + max(stop.value, signal.SIGINT), "stopped at once, on a signal", results
+            if stop.value >= 100 or (stop.value and not patient):
+                return 128 + stop.value % 100, "stopped at once, on a signal", results
             if not waiting or time.monotonic() > deadline:
                 _, code, reason = min(failures, key=lambda f: f[0])
                 for child, _ in waiting.values():  # whoever is stopped is what the others waited for
@@ -2931,8 +2982,9 @@ def evaluate(cfg, given, stop, controls=False):
     if not path.exists():
         raise UserError(f"--evaluate {cfg.evaluate}: no such folder")
     for run in (path, path.parent, path.parent.parent):
-        written = json.loads((run / "config.json").read_text()) if (run / "config.json").exists() else {}
-        if "argv" not in written:  # a run's; a drafter's has none
+        with refused(f"--evaluate {cfg.evaluate}: {run / 'config.json'} is damaged", (ValueError, OSError)):
+            written = json.loads((run / "config.json").read_text()) if (run / "config.json").exists() else {}
+        if not {"argv", "config"} <= written.keys():  # a run's; a drafter's has none
             continue
         if run == path:
             folder = path / "export" if (path / "export" / "config.json").exists() else find_checkpoint(path)
@@ -2947,7 +2999,7 @@ def evaluate(cfg, given, stop, controls=False):
     vocab = load_config(cfg.target)[0].vocab_size
     documents = None if cfg.prompts else prepare(cfg, load_tokenizer(cfg.target), vocab)
     named = cfg.drafter_gpus or cfg.target_gpus
-    seat = Seat("both", 0, 1, 1, int_list(named or "0", "--drafter-gpus")[0], choose_device(cfg, named))
+    seat = Seat("both", 0, 1, 1, (int_list(named, "--drafter-gpus") or [0])[0], choose_device(cfg, named))
     code, reason, results = run_workers(
         [(decoding_worker, seat, (cfg, str(folder), documents, controls))], stop, patient=False)
     return code, reason, results[0]
@@ -2966,8 +3018,14 @@ def train(cfg, given, argv, stop):
     cfg = dataclasses.replace(cfg, out=str(out), target=target, data=tuple(data))  # good from any directory
     theirs = {}
     if cfg.init_from:
-        theirs, _ = read_drafter(cfg.init_from)
-        cfg = dataclasses.replace(adopt(cfg, given, theirs), init_from=str(Path(cfg.init_from).resolve()))
+        source = Path(cfg.init_from).resolve()
+        source = source / "export" if (source / "export" / "config.json").exists() else source  # a run
+        if not source.exists() and (out / "checkpoints" / "latest").exists():  # it has served
+            theirs = json.loads((out / "config.json").read_text())["drafter"]
+        else:
+            with refused("--init-from", UserError):
+                theirs, _ = read_drafter(source)
+        cfg = dataclasses.replace(adopt(cfg, given, theirs), init_from=str(source))
     check(cfg)
     lock = None if cfg.plan else take_folder(out)
     if lock:
@@ -3015,7 +3073,9 @@ def train(cfg, given, argv, stop):
     if before and cfg.resume == "never":
         raise UserError(f"--resume never, and {out} holds {len(before)} checkpoints: give another --out")
     if before:
-        check_identity(json.loads((out / "config.json").read_text())["identity"], now, f"--out {out}")
+        damaged = f"--out {out}: its config.json is damaged, restore it or give another"
+        with refused(damaged, (ValueError, OSError)):
+            check_identity(json.loads((out / "config.json").read_text())["identity"], now, f"--out {out}")
         checkpoint = find_checkpoint(out)
     if checkpoint:
         saved = torch.load(checkpoint / "trainer.pt", "cpu", mmap=True)
@@ -3075,14 +3135,14 @@ def main(argv):
     stop = torch.multiprocessing.get_context("spawn").RawValue("i", 0)
 
     def on_signal(number, frame):
-        stop.value = number if stop.value else 1  # the first asks, the second insists
+        stop.value = number + 100 * bool(stop.value)  # the first asks, the second insists
 
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the tokenising processes are the parallelism
     try:
         cfg, given = parse(argv)
-        if not cfg.init_from:  # its folder decides some flags: train() checks when they are known
-            check(cfg)
+        # the folder of --init-from decides some flags: train() checks all when they are known
+        (check_mode if cfg.init_from else check)(cfg)
         code, reason = (draw_curves(cfg.curves) if cfg.curves else regenerate(cfg, stop) if cfg.regenerate
                         else evaluate(cfg, given, stop)[:2] if cfg.evaluate
                         else train(cfg, given, argv, stop))
