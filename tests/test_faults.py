@@ -199,6 +199,8 @@ def test_killed_in_every_phase(tiny, tmp_path):
             found = json.loads(beat.read_text()) if beat.exists() else {}
             if found.get("phase") != phase or not psutil.pid_exists(found["pid"]):
                 return False
+            if phase == "saving" and not (out / "checkpoints" / "latest").exists():
+                return False  # the second save, so that there is something to go on from
             return pid in (found["pid"], psutil.Process(found["pid"]).ppid())
 
         until(lambda p=process, r=reached: p.poll() is not None or r())
