@@ -1,5 +1,6 @@
 """What a user's mistakes get: one line, exit 2, nothing written. python -m pytest tests/test_cli.py"""
 
+import gzip
 import json
 import os
 import subprocess
@@ -70,6 +71,36 @@ def test_flags_are_refused_with_value_and_remedy(capsys, tiny, tmp_path):
         capsys, "--data", chats
     )
     assert "no such folder" in refuse(capsys, "--evaluate", tmp_path / "nowhere")
+
+
+def test_modes_and_their_files(capsys, tiny, tmp_path):
+    """Catches two modes of which one is silently done, a flag without its mode that starts the demo, and
+    files of a mode that end it with a traceback or are overwritten."""
+    target, _ = tiny
+    prompts, cut, run_ = tmp_path / "p.jsonl", tmp_path / "cut.jsonl.gz", tmp_path / "r"
+    prompts.write_text('{"row": 1, "prompt": "hi"}')
+    cut.write_bytes(gzip.compress(b'{"prompt": "hi"}' * 99)[:-9])
+    run_.mkdir()
+    (run_ / "metrics.jsonl").write_text("5")
+    (run_ / "config.json").write_text('{"argv": [], ')
+    answer = ["--target", target, "--replies", tmp_path / "out.jsonl", "--regenerate"]
+    for flags, words in (
+        (["--evaluate", run_, "--curves", run_], "--evaluate and --curves: one at a time"),
+        ([*answer, prompts, "--plan"], "--plan is of training"),
+        (["--evaluate", run_, "--init-from", run_, "--tree", -1], "--init-from is of training"),
+        (["--init-from", run_], "name the model"),
+        (["--prompts", prompts], "--prompts goes with --evaluate"),
+        (["--each-turn"], "--each-turn goes with --regenerate"),
+        (["--epochs", "inf"], "--epochs inf: give a finite number"),
+        ([*answer, prompts, "--replies", prompts], "is the file of the prompts"),
+        ([*answer, prompts, "--replies", tmp_path / "out.gz"], "without .gz"),
+        ([*answer, cut], "cut.jsonl.gz: cannot be read"),
+        (["--regenerate", prompts, "--replies", tmp_path / "out.jsonl"], "name the model"),
+        (["--evaluate", run_], "config.json is damaged"),
+        (["--curves", run_], "no metrics.jsonl of a run there"),
+    ):
+        assert words in refuse(capsys, *flags), flags
+    assert prompts.read_text() == '{"row": 1, "prompt": "hi"}' and not (tmp_path / "out.jsonl").exists()
 
 
 def test_gpu_flags_without_a_gpu(capsys, tiny, tmp_path):
