@@ -1097,15 +1097,17 @@ def dense_attend(mask):
         return out[0].transpose(0, 1)
     return attend
 
-def attentions(drafter, start, anchor, S):
-    """One attention function a layer, layers of the same rule sharing theirs."""
+def attentions(drafter, start, anchor, S, dense=False):
+    """One attention function a layer, layers of the same rule sharing theirs. dense: on a GPU too, for a few
+    blocks of one document."""
     B, made = drafter.block, {}
     for window, causal in set(drafter.rules()):
-        if start.is_cuda:
+        if start.is_cuda and not dense:
             made[window, causal] = flex_attend(block_mask(start, anchor, S, B, window, causal))
         else:
             Q = anchor.shape[0] * B
-            q, kv = torch.arange(Q)[:, None], torch.arange(S + Q)[None]
+            q, kv = (torch.arange(count, device=start.device) for count in (Q, S + Q))
+            q, kv = q[:, None], kv[None]
             made[window, causal] = dense_attend(visible(q, kv, start, anchor, S, B, window, causal))
     return [made[rule] for rule in drafter.rules()]
 
@@ -1442,8 +1444,7 @@ def walk(drafter, ends, features, ids, supervised, mask_id):
     best, found = [], np.zeros((2 + len(TREES), B + 1), np.int64)
     for part in torch.from_numpy(anchors).split(min(256, max(1, CHUNK // 4 // len(ends["head"]) // B))):
         at = part.to(device)
-        q, kv = (torch.arange(count, device=device) for count in (len(at) * B, n + len(at) * B))
-        attends = [dense_attend(visible(q[:, None], kv, at * 0, at, n, B, *rule)) for rule in drafter.rules()]
+        attends = attentions(drafter, at * 0, at, n, dense=True)
         rows = draft_rows(drafter, ends, context, at, tokens[at], mask_id, attends)  # [blocks, B-1, D]
         logp = torch.log_softmax(head_logits(rows, ends), -1)
         best += zip(*(x.cpu() for x in logp.topk(min(max(TREES), logp.shape[-1]))))
@@ -1452,15 +1453,16 @@ def walk(drafter, ends, features, ids, supervised, mask_id):
 
     def kept(anchor, tree):
         logp, best = drafts[anchor]
+        truth = [*labels[anchor + 1: anchor + 1 + min(B - 1, room[anchor])], None]  # None: no token follows
         if tree:
             drafted, parents = zip(*best_tree(logp[:, :tree].tolist(), best[:, :tree].tolist(), tree))
-            nodes, at, depth = {x: i for i, x in enumerate(zip(parents, drafted), 1)}, 0, 0
-            while depth < room[anchor] and (at, labels[anchor + depth + 1]) in nodes:
-                at, depth = nodes[at, labels[anchor + depth + 1]], depth + 1
         else:
-            truth = labels[anchor + 1: anchor + 1 + room[anchor]]
-            depth = [*(a == b for a, b in zip(best[:, 0].tolist(), truth)), False].index(False)
-        return min(depth + 1, int(room[anchor]))
+            drafted, parents = best[:, 0].tolist(), range(B - 1)
+        depth = [0]
+        for parent in parents:
+            depth.append(depth[parent] + 1)
+        path, _ = verify_tree(drafted, parents, [truth[min(d, len(truth) - 1)] for d in depth])
+        return min(len(path), int(room[anchor]))
 
     plain = {a: kept(a, 0) for a in drafts}
     found[0] = np.bincount(list(plain.values()), minlength=B + 1)
