@@ -13,6 +13,7 @@ import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read as torch loads: spinning starves a busy host
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here may look for a hub
+import numpy as np
 import torch
 
 torch.set_num_threads(1)  # the models here are so small that a second thread only waits
@@ -47,6 +48,15 @@ def make_target(folder, layers=4, hidden=32, vocab=264, seed=0, **more):
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def dice():
+    """A numpy generator of a fresh seed, which torch gets as well; a module may have another of that name."""
+    seed = int(os.environ.get("DFLASH_TEST_SEED") or int.from_bytes(os.urandom(4), "big"))
+    print(f"DFLASH_TEST_SEED={seed}")
+    torch.manual_seed(seed)
+    return np.random.default_rng(seed)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ The reference is transformers' own generate(), a forward over the whole text at 
 import copy
 import itertools
 import json
-import os
 
 import numpy as np
 import pytest
@@ -30,12 +29,7 @@ FAMILIES = {
         vocab_size=64, n_embd=32, n_layer=4, n_head=4, n_positions=256, initializer_range=0.3)}
 
 
-@pytest.fixture(autouse=True)
-def dice():
-    seed = int(os.environ.get("DFLASH_TEST_SEED") or int.from_bytes(os.urandom(4), "big"))
-    print(f"DFLASH_TEST_SEED={seed}")
-    torch.manual_seed(seed)
-    return np.random.default_rng(seed)
+pytestmark = pytest.mark.usefixtures("dice")
 
 def make_target(family="qwen3", **more):
     return tf.AutoModelForCausalLM.from_config(FAMILIES[family](**more)).float().eval().requires_grad_(False)

@@ -27,12 +27,7 @@ KINDS = {"full": {}, "sliding causal": {"full_layers": 0},
 HEADS = {8: (4, 2), 10: (3, 1), 16: (2, 2)}  # query and key/value heads, by block
 
 
-@pytest.fixture(autouse=True)
-def dice():
-    seed = int(os.environ.get("DFLASH_TEST_SEED") or int.from_bytes(os.urandom(4), "big"))
-    print(f"DFLASH_TEST_SEED={seed}")
-    torch.manual_seed(seed)
-    return np.random.default_rng(seed)
+pytestmark = pytest.mark.usefixtures("dice")
 
 # --------------------------------------------------------------------------------------------- the reader
 

@@ -57,12 +57,7 @@ THETAS = {"llama 3": 5e5, "qwen3.5 text": 1e5, "qwen3.5 wrapper": 1e5, "gemma 3 
           "gpt-oss": 1.5e5}  # the others': 1e4
 
 
-@pytest.fixture(autouse=True)
-def dice():
-    seed = int(os.environ.get("DFLASH_TEST_SEED") or int.from_bytes(os.urandom(4), "big"))
-    print(f"DFLASH_TEST_SEED={seed}")
-    torch.manual_seed(seed)
-    return np.random.default_rng(seed)
+pytestmark = pytest.mark.usefixtures("dice")
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request, tmp_path_factory):

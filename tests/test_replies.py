@@ -6,7 +6,6 @@ The reference for replies is transformers' generate() of each prompt alone. Alon
 """
 import fcntl
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -30,12 +29,7 @@ STRICT = ("{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_excepti
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
 
-@pytest.fixture(autouse=True)
-def dice():
-    seed = int(os.environ.get("DFLASH_TEST_SEED") or int.from_bytes(os.urandom(4), "big"))
-    print(f"DFLASH_TEST_SEED={seed}")
-    torch.manual_seed(seed)
-    return np.random.default_rng(seed)
+pytestmark = pytest.mark.usefixtures("dice")
 
 class Speaker:
     """A random target that speaks in printable ASCII, so that text and tokens are one, and ends now and
