@@ -2507,10 +2507,11 @@ def make_demo(cfg, out, seat, stop):
         raise UserError(f"the demo has no target in {out} yet: run it without --plan")
     return dataclasses.replace(cfg, target=str(target), data=(str(chats),))
 
-def show_demo(cfg, given, out, begin, stop):
-    """Decode held-out prompts with the new drafter and its controls, say what came out -> (code, reason)."""
+def show_demo(cfg, given, out, begin, at, stop):
+    """Decode held-out prompts with the new drafter and its controls, say what came out -> (code, reason).
+    at: the step and micro-batch where training ended."""
     cfg = dataclasses.replace(cfg, evaluate=str(out), new_tokens=128)
-    heartbeat(out, "evaluating")
+    heartbeat(out, "evaluating", *at)
     code, reason, values = evaluate(cfg, given, stop, controls=True)
     if code == DONE:
         write_metric(out, "decoding", **values)
@@ -3127,7 +3128,8 @@ def train(cfg, given, argv, stop):
     say(f"finished at step {lines[-1]['step']}: the drafter is {out / 'export'}" + (
         f", held-out loss {last['loss']:.4f}, accept length {last['accept_len']:.3f}" if last else ""))
     if demo and not finished:
-        return show_demo(cfg, given, out, begin, stop)
+        at = lines[-1]["step"], lines[-1]["micro_batches"]
+        return show_demo(cfg, given, out, begin, at, stop)
     return DONE, ""
 
 def main(argv):
