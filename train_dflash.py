@@ -2692,6 +2692,10 @@ def regenerate(cfg, stop):
 
 def draw_curves(folder):
     """--curves RUN: RUN/curves.png from its metrics.jsonl. Needs matplotlib, which training does not."""
+    with refused(f"--curves {folder}: no metrics.jsonl of a run there", (OSError, ValueError, TypeError)):
+        rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+        if not any(row["kind"] == "train" for row in rows):
+            raise ValueError("no step is told in it yet")
     try:
         import matplotlib
     except ImportError:
@@ -2699,10 +2703,6 @@ def draw_curves(folder):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    with refused(f"--curves {folder}: no metrics.jsonl of a run there", (OSError, ValueError, TypeError)):
-        rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-        if not any(row["kind"] == "train" for row in rows):
-            raise ValueError("no step is told in it yet")
     figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
     panels = (("loss", ("loss",)), ("tokens a round", ("accept_len", "accept_len_whole", "walk", "tree_32")),
               ("thousand context tokens/s", ("tokens_per_s",)))
