@@ -1333,33 +1333,48 @@ def head_logits(rows, ends):
     logits = (rows @ ends["head"].T.to(rows.dtype)).float()
     return ends["softcap"] * torch.tanh(logits / ends["softcap"]) if ends["softcap"] else logits
 
-class Draft:
-    """The drafter with its own cache of context keys and values. zero: features blanked, a control."""
+def draft_step(drafter, ends, cache, features, at, mask_id):
+    """One round of drafting, fixed shapes: write the new context rows to the cache, draft -> logits [B-1, V].
 
-    def __init__(self, drafter, ends, mask_token_id, length, zero=False):
-        self.drafter, self.mask, self.zero, self.length = drafter, mask_token_id, zero, 0
-        weight = drafter.fc.weight
-        self.ends = ends | {"rope": rotary(torch.arange(length + drafter.block, device=weight.device),
-                                           drafter.theta, drafter.h)}
-        shape = (length, drafter.layers[0].self_attn.k_proj.out_features // drafter.h, drafter.h)
-        self.pairs = [[torch.empty(shape, dtype=weight.dtype, device=weight.device) for _ in range(2)]
+    cache: keys and values [C, G, h] of every layer; features [B, K*D], of which the rows past the context are
+    padding; at: int64 [3], where the features belong, how much context there is, the anchor's token. Padding
+    rows land past the context, where no draft sees them and the next round writes."""
+    B, C = drafter.block, len(cache[0][0])
+    place, S, anchor = at[:1] + torch.arange(B, device=at.device), at[1:2], at[2:]
+    for pair, new in zip(cache, drafter.context(features, ends["rope"][place])):
+        for kept, rows in zip(pair, new):
+            kept.index_copy_(0, place, rows)
+    attends = attentions(drafter, S * 0, S, C, dense=True)
+    return head_logits(draft_rows(drafter, ends, cache, S, anchor, mask_id, attends)[0], ends)
+
+class Draft:
+    """The drafter with its own cache of context keys and values, for `length` tokens. zero: features blanked,
+    a control. step: draft_step, compiled on a GPU, where a round is else 550 kernels to launch, half as many
+    as a small target's."""
+
+    def __init__(self, drafter, ends, mask_token_id, length, zero=False, step=draft_step):
+        self.drafter, self.mask, self.zero, self.step, self.length = drafter, mask_token_id, zero, step, 0
+        weight, rows = drafter.fc.weight, length + drafter.block
+        positions = torch.arange(rows, device=weight.device)
+        self.ends = ends | {"rope": rotary(positions, drafter.theta, drafter.h)}
+        shape = rows, drafter.layers[0].self_attn.k_proj.out_features // drafter.h, drafter.h
+        self.cache = [[torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(2)]
                       for _ in drafter.layers]
 
     @torch.inference_mode()
     def logits(self, anchor, features):
         """anchor: the newest token; features [n, K*D] of the tokens read since the last call -> [B-1, V]."""
-        d, B, begin, S = self.drafter, self.drafter.block, self.length, self.length + len(features)
+        d, B = self.drafter, self.drafter.block
         features = features.to(d.fc.weight.dtype) * (0 if self.zero else 1)
-        for pair, new in zip(self.pairs, d.context(features, self.ends["rope"][begin:S])):
-            pair[0][begin:S], pair[1][begin:S] = new
-        self.length = S
-        one = torch.tensor([S], device=features.device)
-        q, kv = (torch.arange(n, device=features.device) for n in (B, S + B))
-        attends = [dense_attend(visible(q[:, None], kv, one * 0, one, S, B, *rule) if any(rule) else None)
-                   for rule in d.rules()]
-        context = [(k[:S], v[:S]) for k, v in self.pairs]
-        first = torch.tensor([anchor], device=features.device)
-        return head_logits(draft_rows(d, self.ends, context, one, first, self.mask, attends)[0], self.ends)
+        early, late = features[:-B], features[-B:]  # a round reads at most B tokens, a prompt more
+        begin, self.length = self.length + len(early), self.length + len(features)
+        if len(early):
+            there = slice(begin - len(early), begin)
+            for pair, new in zip(self.cache, d.context(early, self.ends["rope"][there])):
+                pair[0][there], pair[1][there] = new
+        at = torch.tensor([begin, self.length, anchor], device=features.device)
+        late = F.pad(late, (0, 0, 0, B - len(late)))
+        return self.step(d, self.ends, self.cache, late, at, self.mask)
 
     def __call__(self, tokens, features, temperature, draw):
         return pick(self.logits(tokens[-1], features), temperature, draw)
@@ -1547,10 +1562,12 @@ def compare_decoding(model, taps, drafts, prompts, cfg, end_ids):
     {"plain" and each name: {"runs": [(tokens, rounds, seconds)], "differ", "gap", "noise" of lossless()}}."""
     results = {name: {"runs": [], "differ": 0, "gap": 0.0, "noise": 0.0} for name in ("plain", *drafts)}
     plain_reader, reader = Reader(model, ()), Reader(model, taps)
+    length = max(map(len, prompts)) + max(cfg.new_tokens, 2 * cfg.block) + cfg.block
+    length = -(-length // 512) * 512  # one shape, and one that the next evaluation is likely to find compiled
 
     def timed(name, prompt, new_tokens, seed):
         make, tree = drafts.get(name, (None, 0))
-        draft = make(len(prompt) + new_tokens + cfg.block + 1) if make else None
+        draft = make(length) if make else None
         draw = torch.Generator(device=model.device).manual_seed(seed)
         begin = time.perf_counter()
         out, rounds, logits = decode(reader if draft else plain_reader, prompt, new_tokens, end_ids, draft,
@@ -2368,6 +2385,7 @@ def decoding_worker(seat, cfg, folder, documents, controls, stop):
     torch.backends.cuda.enable_cudnn_sdp(False)
     model = load_target(cfg.target, dtype).to(device)
     ends, end_ids = frozen_ends(model), end_tokens_of(model, tokenizer)
+    step = torch.compile(draft_step, fullgraph=True, dynamic=False) if device == "cuda" else draft_step
 
     def maker(state, zero=False):
         drafter = Drafter(config)
@@ -2375,7 +2393,7 @@ def decoding_worker(seat, cfg, folder, documents, controls, stop):
         if state is not None:
             strict_load(drafter, state, folder)
         drafter.to(device, dtype).eval()
-        return lambda length: Draft(drafter, ends, mask_token_id, length, zero)
+        return lambda length: Draft(drafter, ends, mask_token_id, length, zero, step)
 
     make = maker(state)
     drafts = {"drafter": (make, 0), "prompt lookup": (lambda length: prompt_lookup(cfg.block), 0)}

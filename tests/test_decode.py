@@ -236,6 +236,22 @@ def test_draft_cache(kinds, more, dice):
             logits = 4 * torch.tanh(rows @ ends["head"].T / 4)
             assert (got - logits.softmax(-1)).abs().max() < 1e-4
 
+def test_draft_compiled(dice):
+    """Catches a drafting step that is not one graph, one that is compiled again for another round, prompt,
+    anchor, or set of weights, and one that drafts otherwise than the step as it is written."""
+    torch._dynamo.reset()
+    step = torch.compile(t.draft_step, fullgraph=True, dynamic=False)
+    ends = {"embed": torch.randn(64, 32), "head": torch.randn(64, 32), "embed_scale": 1.5, "softcap": 4.0}
+    drafters = [make_drafter("sliding", "full") for _ in range(2)]
+    t.Draft(drafters[0], ends, MASK, 64, step=step).logits(1, torch.randn(9, 32 * len(TAPS)))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for drafter, prompt in itertools.product(drafters, (dice.integers(5, 30), dice.integers(1, 5))):
+            pair = [t.Draft(drafter, ends, MASK, 64, step=s) for s in (t.draft_step, step)]
+            for new in (prompt, *dice.integers(1, 5, 6)):
+                anchor, features = int(dice.integers(1, 60)), torch.randn(new, 32 * len(TAPS))
+                plain, compiled = (draft.logits(anchor, features) for draft in pair)
+                assert (plain - compiled).abs().max() < 1e-4
+
 def test_read_drafter(tmp_path):
     """Catches an export that reads back otherwise, and a config that is guessed at where it is unclear."""
     drafter = make_drafter("sliding", "full")
