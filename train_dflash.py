@@ -282,7 +282,7 @@ def rng(*key):
     """A host generator that depends on the key alone (seed, purpose, ...)."""
     return np.random.default_rng(key)
 
-PACK, ORDER, ANCHORS, EVAL_ANCHORS = range(4)  # purposes
+PACK, ORDER, ANCHORS, EVAL_ANCHORS, WEIGHTS = range(5)  # purposes
 
 # --------------------------------------------------------------------------------------------------- data
 
@@ -994,14 +994,19 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleList(Layer(D, H, G, h, config["intermediate_size"], eps) for _ in self.kinds)
 
     def initialise(self, seed):
-        """Normal(0, 0.02) as Qwen3's, smaller with depth where a matrix writes to the residual stream."""
-        draw = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for name, p in self.named_parameters():
-                if p.dim() == 2:
-                    writes = "o_proj" in name or "down_proj" in name
-                    scale = 0.02 / math.sqrt(2 * len(self.layers)) if writes else 0.02
-                    p.copy_(torch.randn(p.shape, generator=draw) * scale)
+        """Normal(0, 0.02) as Qwen3's, smaller with depth where a matrix writes to the residual stream; norms
+        1. Every tensor has a seed of its own: one core draws a billion weights in 9 s, several share them."""
+        @torch.no_grad()
+        def fill(i, name, p):
+            if p.dim() == 1:
+                return p.fill_(1)
+            draw = torch.Generator().manual_seed(int(rng(seed, WEIGHTS, i).integers(2**62)))
+            writes = name.endswith(("o_proj.weight", "down_proj.weight"))
+            scale = 0.02 / math.sqrt(2 * len(self.layers)) if writes else 0.02
+            return p.copy_(torch.randn(p.shape, generator=draw).mul_(scale))
+
+        with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
+            list(pool.map(fill, *zip(*((i, *named) for i, named in enumerate(self.named_parameters())))))
 
     def rules(self):
         """(window, causal) of every layer: what its mask depends on."""
@@ -1921,6 +1926,7 @@ def target_worker(seat, job, stop):
     cfg, taps, cuda = job.cfg, job.config["dflash_config"]["target_layer_ids"], seat.device == "cuda"
     seat.waits()
     _, _, pairs = connect(seat, job.meeting, cfg.stall_timeout)
+    seat.moves()
     base = load_target(cfg.target, compute_dtype(seat.device), max(taps) + 1).base_model.to(seat.device)
     layers = decoder_layers(base)
     buffers, sent = [feature_buffer(job, seat.device) for _ in range(2)], {}
@@ -1929,6 +1935,7 @@ def target_worker(seat, job, stop):
         mask_of = fast_reading(base, layers, taps, job, buffers[0], itself if seat.index else say)
         torch.compiler.set_stance("fail_on_recompile")
     wire = torch.cuda.Stream() if cuda else None
+    seat.waits()
     dist.barrier()  # everyone is loaded and compiled
     turn, group_size = 0, seat.D * cfg.accumulation
     whole_run = schedule(job.step, job.m, job.total, group_size, cfg.eval_every, job.n_eval)
@@ -2025,10 +2032,13 @@ def drafter_worker(seat, job, stop):
     beat("loading")
     seat.waits()
     control, gradients, pairs = connect(seat, job.meeting, cfg.stall_timeout)
+    seat.moves()
     model = load_target(cfg.target, dtype, max(taps) + 1 if both else 0).to(device)
     ends, base = frozen_ends(model), model.base_model if both else None
     layers = decoder_layers(base) if both else None
-    drafter = Drafter(config)
+    with torch.device("meta"):  # nn.Linear would draw a billion weights that nobody wants
+        drafter = Drafter(config)
+    drafter.to_empty(device=device)
     saved = torch.load(f"{job.checkpoint}/trainer.pt", "cpu", mmap=True) if job.checkpoint else None
     if saved:
         drafter.load_state_dict(saved["masters"])
@@ -2037,7 +2047,7 @@ def drafter_worker(seat, job, stop):
     else:
         drafter.initialise(cfg.seed)
     ends["rope"] = rotary(torch.arange(cfg.max_length + cfg.block, device=device), drafter.theta, drafter.h)
-    parameters = list(drafter.to(device).parameters())
+    parameters = list(drafter.parameters())
     size = sum(p.numel() for p in parameters)
     # One flat buffer holds all gradients and, behind them, the counters with the loss divisor: one reduction.
     flat = torch.zeros(size + COUNTERS + 2 * (cfg.block - 1), device=device)
@@ -2804,6 +2814,9 @@ def run_workers(works, stop, patient=True, stall=math.inf):
                 for child, _ in waiting.values():  # whoever is stopped is what the others waited for
                     if is_stopped(child):
                         reason = f"{child.name}, process {child.pid}, is stopped (SIGSTOP); {reason}"
+                if waiting and re.search("(?i)timed? ?out", reason):  # who waited fails; who hangs is silent
+                    silent = ", ".join(f"{child.name}, process {child.pid}" for child, _ in waiting.values())
+                    reason = f"no word from {silent}; {reason}"
                 return code, reason, results
             wait_for_any([x for child, link in waiting.values() for x in (link, child.sentinel)], timeout=0.5)
             for i, (child, link) in list(waiting.items()):

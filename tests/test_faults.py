@@ -111,6 +111,42 @@ def test_stopped_process_is_named(tiny, tmp_path, who):
     assert who in stderr.splitlines()[-1] and str(chosen.pid) in stderr.splitlines()[-1], stderr
     until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in tree), 10)
 
+HANG = """
+import ctypes, json, multiprocessing, os, threading, time
+
+def hang():
+    who, phase = os.environ["HANG"].split("|")
+    while multiprocessing.current_process().name != who:
+        time.sleep(0.01)
+    while True:
+        try:
+            if json.loads(open("run/heartbeat.json").read())["phase"] == phase:
+                break
+        except (OSError, ValueError):
+            pass
+        time.sleep(0.001)
+    ctypes.PyDLL(None).pause()  # with the interpreter's lock held: every thread of the process stands still
+
+threading.Thread(target=hang, daemon=True).start()
+"""
+
+@pytest.mark.parametrize("who, phase", [
+    ("target + drafter 1 (CPU process 1)", "compiling"), ("target + drafter 0 (CPU process 0)", "saving"),
+    ("target + drafter 1 (CPU process 1)", "training"), ("target 0 (CPU process 0)", "training")])
+def test_hanging_process_is_named(tiny, tmp_path, who, phase):
+    """Catches a run that waits for ever for a process that hangs and is not stopped, in whatever phase, one
+    that blames another process, and processes left behind."""
+    (tmp_path / "sitecustomize.py").write_text(HANG)
+    drafters = "0,1" if "+" in who else "1"
+    process = start(tiny, tmp_path / "run", "--device", "cpu", "--target-gpus", "0,1" if "+" in who else "0",
+                    "--drafter-gpus", drafters, "--max-steps", 500, "--stall-timeout", 8,
+                    env={"HANG": f"{who}|{phase}", "PYTHONPATH": str(tmp_path)})
+    until(lambda: len(psutil.Process(process.pid).children()) > 2)  # two workers and a resource tracker
+    tree = psutil.Process(process.pid).children(recursive=True)
+    code, _, stderr = finish(process)
+    assert code == 1 and who in stderr.splitlines()[-1].split(";")[0], stderr
+    until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in tree), 10)
+
 def index_of(process):
     """The how-manieth worker it is: main starts them in the order of its seats."""
     siblings = [p for p in process.parent().children() if "spawn_main" in " ".join(p.cmdline())]
