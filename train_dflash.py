@@ -2276,13 +2276,14 @@ def drafter_worker(seat, job, stop):
                 b.synchronize()  # a hand-over under way is waited for: once a log line
                 times[name] += a.elapsed_time(b)
             marks.clear()
-            memory = torch.cuda.max_memory_reserved() if cuda else 1024 * resource.getrusage(0).ru_maxrss
+            host = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            memory = torch.cuda.max_memory_reserved() if cuda else host
             values |= {"lr": rate, "grad_norm": norm, "tokens_per_s": context_tokens * D / seconds,
                        "rows_per_s": values["blocks"] * cfg.block / seconds, "ms": seconds / steps * 1e3,
                        "mfu": flops * A * steps / seconds / peak / 1e12 if peak else None,
                        **{f"{k}_ms": times[k] / steps for k in (
                            "wait", "data", "capture", "graph", "reduction", "optimizer", "save")},
-                       "mem_gib": gib(memory), "eta_s": seconds / steps * (steps_total - step),
+                       "mem_gib": gib(memory), "host_gib": gib(host), "eta_s": seconds / steps * (steps_total - step),
                        "skipped_steps": int(skips)}
             line = (f"step {step:{len(str(steps_total))}}/{steps_total}  loss {values['loss']:.4f}  "
                     f"accept {values['accept_len']:.3f}  lr {rate:.1e}  norm {norm:.2f}  "

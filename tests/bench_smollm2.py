@@ -75,9 +75,10 @@ def main(arguments):
         show("training", block=arguments.block, step=row["step"], **{k: row[k] for k in (
             "loss", "accept_len", "accept_len_whole", "everywhere", "walk", "tree_16", "tree_32", "tree_64")})
     trained = [row for row in lines if row["kind"] == "train"]
-    show("rate", exit=code, seconds=seconds, step=trained[-1]["step"], memory=[
-        trained[len(trained) // 4]["mem_gib"], trained[-1]["mem_gib"]], **{k: trained[-1][k] for k in (
-            "ms", "data_ms", "wait_ms", "capture_ms", "graph_ms", "optimizer_ms", "tokens_per_s")})
+    early, late = trained[len(trained) // 4], trained[-1]
+    show("rate", exit=code, seconds=seconds, step=late["step"],
+         growth={k: [early[k], late[k]] for k in ("step", "mem_gib", "host_gib")}, **{k: late[k] for k in (
+             "ms", "data_ms", "wait_ms", "capture_ms", "graph_ms", "optimizer_ms", "tokens_per_s")})
     if code:
         return
     cfg = t.Config(evaluate=str(run), tree=32, num_prompts=2 if tiny else arguments.prompts,

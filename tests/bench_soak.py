@@ -1,8 +1,8 @@
-"""A long run under a killer: python tests/bench_soak.py [--steps 2000 --save-every 100]
+"""A long run under a killer: python tests/bench_soak.py [--steps 2000 --save-every 125]
 
-A small run on the CPU, supervised, with the ledgers of rate and lifetime lifted. After each new checkpoint
-its trainer (main or a worker) is killed with -9 at a random moment; it must come to its end by itself, with
-the bits of the run that nobody disturbed. One JSON line.
+The demo on the CPU, lengthened and supervised, with the ledgers of rate and lifetime lifted. After each new
+checkpoint its trainer (main or a worker) is killed with -9 at a random moment; it must come to its end by
+itself, with the bits of the run that nobody disturbed. One JSON line.
 """
 import argparse
 import json
@@ -18,29 +18,25 @@ import psutil
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from conftest import make_target, masters
+from conftest import masters
 from supervise_kit import SUPERVISE
-from test_supervise_trainer import trainer
 
-import train_dflash as t
-
+TRAINER = str(SUPERVISE.with_name("train_dflash.py"))
 
 def newest(out):
     latest = out / "checkpoints" / "latest"
     return int(latest.read_text()[5:]) if latest.exists() else 0
 
 def soak(home, steps, save_every, draw):
-    (home / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in t.demo_chats(1, 400)))
-    tiny = make_target(home / "target", head_dim=16), home / "chats.jsonl"
-    flags = ("--max-steps", steps, "--save-every", save_every, "--eval-every", 5 * save_every,
-             "--log-every", 10)
+    demo = [sys.executable, TRAINER, "--device", "cpu", "--max-steps", str(steps), "--save-every",
+            str(save_every), "--eval-every", str(5 * save_every)]
     calm, out = home / "calm", home / "run"
     begin = time.monotonic()
-    subprocess.run([*trainer(tiny, *flags), "--out", str(calm)], check=True, capture_output=True)
+    subprocess.run([*demo, "--out", str(calm)], check=True, capture_output=True)
     undisturbed, begin, kills, seen = time.monotonic() - begin, time.monotonic(), 0, 0
     process = subprocess.Popen(
         [sys.executable, str(SUPERVISE), "--run-dir", str(out), "--backoff", "0.2", "--backoff-cap", "0.2",
-         "--rate", "1000000", "--lifetime", "1000000", "--", *trainer(tiny, *flags)],
+         "--rate", "1000000", "--lifetime", "1000000", "--", *demo],
         stdout=subprocess.DEVNULL)
     while process.poll() is None:
         time.sleep(0.02)
@@ -54,14 +50,17 @@ def soak(home, steps, save_every, draw):
             workers = [p for p in main.children() if "spawn_main" in " ".join(p.cmdline())]
             draw.choice([main, *workers]).send_signal(signal.SIGKILL)
             kills += 1
+    lines = map(json.loads, (calm / "metrics.jsonl").read_text().splitlines())
+    host = [row["host_gib"] for row in lines if row["kind"] == "train"]
     same = all(torch.equal(v, masters(calm)[k]) for k, v in masters(out).items())
     return {"steps": steps, "exit": process.returncode, "kills": kills, "same_bits": same,
+            "host_gib": [host[len(host) // 4], host[-1]],  # of the undisturbed run, a quarter in and at its end
             "seconds": round(time.monotonic() - begin), "undisturbed_seconds": round(undisturbed)}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--save-every", type=int, default=100)
+    parser.add_argument("--save-every", type=int, default=125)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
