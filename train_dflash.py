@@ -2283,8 +2283,8 @@ def drafter_worker(seat, job, stop):
                        "mfu": flops * A * steps / seconds / peak / 1e12 if peak else None,
                        **{f"{k}_ms": times[k] / steps for k in (
                            "wait", "data", "capture", "graph", "reduction", "optimizer", "save")},
-                       "mem_gib": gib(memory), "host_gib": gib(host), "eta_s": seconds / steps * (steps_total - step),
-                       "skipped_steps": int(skips)}
+                       "mem_gib": gib(memory), "host_gib": gib(host), "skipped_steps": int(skips),
+                       "eta_s": seconds / steps * (steps_total - step)}
             line = (f"step {step:{len(str(steps_total))}}/{steps_total}  loss {values['loss']:.4f}  "
                     f"accept {values['accept_len']:.3f}  lr {rate:.1e}  norm {norm:.2f}  "
                     f"{values['tokens_per_s']:,.0f} tok/s  {values['ms']:.0f} ms (wait "

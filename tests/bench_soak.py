@@ -54,7 +54,7 @@ def soak(home, steps, save_every, draw):
     host = [row["host_gib"] for row in lines if row["kind"] == "train"]
     same = all(torch.equal(v, masters(calm)[k]) for k, v in masters(out).items())
     return {"steps": steps, "exit": process.returncode, "kills": kills, "same_bits": same,
-            "host_gib": [host[len(host) // 4], host[-1]],  # of the undisturbed run, a quarter in and at its end
+            "host_gib": [host[len(host) // 4], host[-1]],  # undisturbed, a quarter in and at the end
             "seconds": round(time.monotonic() - begin), "undisturbed_seconds": round(undisturbed)}
 
 if __name__ == "__main__":
