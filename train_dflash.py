@@ -462,9 +462,14 @@ def load_rows(sources):
                     cache_dir=Path(datasets.config.HF_DATASETS_CACHE) / "by-content" / digest,
                     **({} if parquet else {"encoding_errors": "backslashreplace"}))
             else:
-                part = datasets.load_dataset(source, split="train")
+                part, content = datasets.load_dataset(source, split="train"), hashlib.sha256()
+                for cached in part.cache_files:  # datasets goes by the commit, also one to the README
+                    with open(cached["filename"], "rb") as f:
+                        content.update(hashlib.file_digest(f, "sha256").digest())
+                digest = content.hexdigest()[:32]
         except Exception as e:  # datasets raises a dozen types for what is, to the user, one thing
-            raise UserError(f"--data {source}: cannot be read ({type(e).__name__}: {first_line(e)})") from e
+            why = first_line(e.__cause__ or e)
+            raise UserError(f"--data {source}: cannot be read ({type(e).__name__}: {why})") from e
         if is_file and not parquet:
             part = part.rename_column("text", "jsonl")
         have = part.column_names
@@ -472,8 +477,7 @@ def load_rows(sources):
             raise UserError(f"--data {source}: no column messages or input_ids, but {', '.join(have)}")
         known = ("jsonl", "messages", "tools", "finished", "input_ids", "loss_mask")
         parts.append(part.select_columns([c for c in known if c in have]))
-        if is_file:
-            parts[-1]._fingerprint = digest
+        parts[-1]._fingerprint = digest
     return parts
 
 @dataclasses.dataclass
@@ -502,13 +506,15 @@ def prepare(cfg, tokenizer, vocab):
         "input_ids": datasets.List(int32), "loss_mask": datasets.List(boolean), "length": int32,
         "supervised": int32, "cut": boolean, "held_out": boolean, "note": datasets.Value("string")})
     raws, parts = load_rows(cfg.data), []
-    for raw in raws:
+    for source, raw in zip(cfg.data, raws):
         key = json.dumps([raw._fingerprint, rules], sort_keys=True)
         processes = min(cfg.workers or len(os.sched_getaffinity(0)), max(1, len(raw) // 1000))
-        parts.append(raw.map(
-            tokenise_rows, fn_kwargs={"tokenizer": tokenizer, **limits}, batched=True, batch_size=200,
-            num_proc=processes if processes > 1 else None, remove_columns=raw.column_names, features=kinds,
-            desc="tokenising", new_fingerprint=hashlib.sha256(key.encode()).hexdigest()[:32]))
+        with refused(f"--data {source}: holds a string that is not UTF-8", UnicodeError):
+            parts.append(raw.map(
+                tokenise_rows, fn_kwargs={"tokenizer": tokenizer, **limits}, batched=True, batch_size=200,
+                num_proc=processes if processes > 1 else None, remove_columns=raw.column_names,
+                features=kinds, desc="tokenising",
+                new_fingerprint=hashlib.sha256(key.encode()).hexdigest()[:32]))
     rows = datasets.concatenate_datasets(parts)
     column = {k: rows.data.column(k).to_numpy() for k in ("length", "supervised", "cut", "held_out", "note")}
     good, held = column["length"] > 0, column["held_out"]

@@ -101,8 +101,8 @@ def prepared(process):
 
 def test_a_dataset_of_the_hub(tiny, hub, tmp_path):
     """Catches rows of the hub lost, altered or on the other side of the held-out split, next to a file as
-    well; bad ones not counted; new rows not seen; a run that needs the hub again for what it has, or takes
-    its own cached copy for other data; and a hub that is away, or lacks the dataset, not told in one line."""
+    well; bad ones not counted; new rows not seen, a commit without any taken for other data; a run that needs
+    the hub again for what it has; and a hub that is away, or lacks the dataset, not told in one line."""
     seed = int(os.environ.get("DFLASH_TEST_SEED") or int.from_bytes(os.urandom(4), "big"))
     print(f"DFLASH_TEST_SEED={seed}")
     dice = random.Random(seed)
@@ -133,12 +133,14 @@ def test_a_dataset_of_the_hub(tiny, hub, tmp_path):
     cached = begin(nobody, tmp_path / "copy", __file__, ID, here)
     hub.files["data/train.jsonl"] += lines(later)
     from_new = prepared(begin(port, home, __file__, ID, here))
+    hub.files["README.md"] += b"Words, no rows.\n"
+    from_same = prepared(begin(port, home, __file__, ID, here))
     unknown = begin(port, home, *plan, "someone/else")
     sides, report, _ = documents([first, here])
     assert from_hub[:2] == [sides, report]
     assert all(len(side) > 5 for side in sides) and " x role 'gpt'" in report and " x no messages" in report
     assert from_new[:2] == documents([second, here])[:2]
-    assert from_new[2] != from_hub[2]
+    assert from_new[2] != from_hub[2] and from_same == from_new
     for process, name in ((unknown, "someone/else"), (refused, ID)):
         code, out, err = end(process)
         assert (code, out) == (2, ""), err
