@@ -5,6 +5,7 @@
 import copy
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -284,11 +285,18 @@ def test_bad_rows_are_counted_with_their_reason_and_the_good_survive(dice, read)
         for reason, n in counted.items():
             assert re.search(rf"; {n} x [^;]*{reason}[^;]*;", found.report), (reason, n, found.report)
 
+def latin():
+    """A Parquet file with a string that is not UTF-8."""
+    rows, whole = pa.Table.from_pylist([exchange("a", "caffee")]), io.BytesIO()
+    pa.parquet.write_table(rows, whole, compression="none")
+    return whole.getvalue().replace(b"caffee", b"caff\xe9e")
+
 BROKEN = {  # file: (content, what the error says)
     "bad.jsonl": (b'{}\n[]\nx\n{"messages": []}\n', "4 dropped"), "blank.jsonl": (b"\n\n", "nothing left"),
     "none.jsonl": (b"", "none.jsonl: the file is empty"), "gone.jsonl": (None, "gone.jsonl"),
     "gone.parquet": (None, "gone.parquet"), "void.jsonl.gz": (gzip.compress(b""), "void.jsonl.gz"),
     "torn.jsonl.gz": (gzip.compress(lines([exchange("a", "bc")] * 99))[:-30], "torn.jsonl.gz"),
+    "latin.parquet": (latin(), "latin.parquet: holds a string that is not UTF-8"),
     "torn.parquet": (b"PAR1 and no more", "torn.parquet"), "chats.txt": (b"hello", "chats.txt")}
 
 @pytest.mark.parametrize("name", BROKEN)
