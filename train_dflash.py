@@ -1351,6 +1351,25 @@ class Reader:
             self.cache.crop(-rejected)  # negative: so many off the end
             self.length -= rejected
 
+@torch.inference_mode()
+def check_states(model):
+    """UserError for a target whose own code reads no block on from its state, as jamba's: what follows a
+    cleared state must come out otherwise."""
+    reader, logits, ids = Reader(model, ()), [], list(range(8))
+    why = f"--evaluate: {model.config._name_or_path}: its code reads no block of tokens on from a state"
+    for clear in (False, True):
+        with refused(why, (ValueError, RuntimeError)):  # minimax wants a cache of its own
+            reader.start()
+            reader.read(ids)
+            layers = [layer for layer in reader.cache.layers if hasattr(layer, "conv_states")]
+            states, short = ([x for layer in layers for x in getattr(layer, name).values() if x is not None]
+                             for name in ("recurrent_states", "conv_states"))
+            for x in states or short if clear else ():
+                x.zero_()
+            logits.append(reader.read(ids))
+    if layers and torch.equal(*logits):
+        raise UserError(why)
+
 def head_logits(rows, ends):
     """rows [..., D] -> the target's logits of them [..., V] in float32."""
     logits = (rows @ ends["head"].T.to(rows.dtype)).float()
@@ -2388,6 +2407,8 @@ def decoding_worker(seat, cfg, folder, documents, controls, stop):
     # cuDNN's attention plans anew for every length that decoding meets; the other kernels do not.
     torch.backends.cuda.enable_cudnn_sdp(False)
     model = load_target(cfg.target, dtype).to(device)
+    if stateful_kinds(text):
+        check_states(model)
     ends, end_ids = frozen_ends(model), end_tokens_of(model, tokenizer)
 
     def maker(state, zero=False):

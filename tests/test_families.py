@@ -272,6 +272,7 @@ def test_a_state_goes_back(name, dice):
         best = whole.logits[0, len(prompt) - 1: -1].topk(2).values
         gap = (best[:, 0] - best[:, 1]).min() / whole.logits.abs().max()
     stream = torch.cat([stream[k + 1] for k in taps], 1)
+    t.check_states(model)
     reader, ids = t.Reader(model, taps), prompt + want
     reader.start()
     reader.read(ids, last=1)  # as the walk reads a row: what training captures
@@ -290,6 +291,13 @@ def test_a_state_goes_back(name, dice):
             given = torch.cat(given)  # each kept token's, once
             assert (given - stream[: len(given)]).abs().max() < 1e-2 * stream.abs().max()
             assert max(rounds) == 6 or share < 0.95
+
+def test_a_state_that_blocks_do_not_read_is_refused():
+    """Catches wrong numbers from a family whose code starts a block from nothing."""
+    jamba = tf.JambaConfig(**TINY, attn_layer_offset=1, attn_layer_period=2, num_experts=2, mamba_d_state=8,
+                           mamba_dt_rank=4)
+    with pytest.raises(t.UserError, match="from a state"):
+        t.check_states(tf.AutoModelForCausalLM.from_config(jamba).eval())
 
 def test_evaluate_with_states(tmp_path, capfd):
     """Catches a hybrid target that the command line cannot decode with, and a tree that it is asked for."""
