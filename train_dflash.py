@@ -1318,7 +1318,7 @@ class Reader:
         self.before, self.length = self.length + again, self.length + len(self.block)
         if self.taps:
             self.features = torch.cat([self.caught[t][0, again:] for t in self.taps], -1)
-        return out.logits[0]
+        return out.logits[0, -(last or len(tokens)):]  # a family may ignore logits_to_keep
 
     def tree_arguments(self, seen):
         """seen [n, n] bool, which of the new tokens each sees -> mask and positions as transformers takes
