@@ -24,6 +24,7 @@ draft layers, K taps, V vocabulary, H/G query/kv heads, h head size. Comments af
 from __future__ import annotations
 
 import argparse
+import copy
 import ctypes
 import dataclasses
 import difflib
@@ -1282,35 +1283,53 @@ def verify_tree(tokens, parents, chosen):
         path.append(nodes[path[-1], chosen[path[-1]]])
     return path, chosen[path[-1]]
 
+def stateful_kinds(text):
+    """The kinds of layers of this config that keep more than keys and values: recurrent ones have a state."""
+    return {*(getattr(text, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+
 class Reader:
-    """The target with its key/value cache and, after each call, the features of the tokens just read."""
+    """The target with its key/value cache and, after each call, the features of the tokens just read.
+
+    A state cannot be cropped: the cache goes back to before the whole block, and what was kept of it is read
+    once more, together with the next block."""
 
     def __init__(self, model, taps):
         self.model, self.taps, self.device = model, taps, model.device
         self.caught, _ = tap(decoder_layers(model), taps)
         known = inspect.signature(model.forward).parameters
         self.argument = "cache" if "cache" in known else "past_key_values"  # transformers 5.24 renames it
+        self.stateful = bool(stateful_kinds(model.config.get_text_config()))
+        self.placed = self.stateful and "position_ids" in known  # bamba counts from 0 at every call
 
     def start(self):
         from transformers import DynamicCache
-        self.cache, self.length = DynamicCache(), 0
+        self.cache = DynamicCache(config=self.model.config) if self.stateful else DynamicCache()
+        self.length, self.again = 0, []
 
     @torch.inference_mode()
     def read(self, tokens, last=0, parents=None):
         """Append tokens (list) -> logits [n, V] of the last `last` (0: all); features [n, K*D] of all.
         parents: of each token its parent's index, of the first -1: a tree, where each sees its ancestors."""
-        ids, more = torch.tensor([tokens], device=self.device), {}
+        if len(self.again) > 32:  # alone, or every block from here on would read them all
+            again, self.again = self.again, []
+            self.read(again, last=1)
+        again, self.again, self.block = len(self.again), [], self.again + tokens
+        at = torch.arange(self.length, self.length + len(self.block), device=self.device)
+        more = {"position_ids": at[None]} if self.placed else {}
+        if self.stateful and len(tokens) > 1:  # keys and values are never written in place, states are
+            self.past = [{k: x if k in ("keys", "values") else copy.deepcopy(x)
+                          for k, x in vars(layer).items()} for layer in self.cache.layers]
         if parents:
             seen = torch.eye(len(tokens), dtype=torch.bool)
             for i, parent in enumerate(parents[1:], 1):
                 seen[i] |= seen[parent]
             more = self.tree_arguments(seen.to(self.device))
-        out = self.model(input_ids=ids, use_cache=True, logits_to_keep=last, **more,
-                         **{self.argument: self.cache})
-        self.before, self.length = self.length, self.length + len(tokens)
+        out = self.model(input_ids=torch.tensor([self.block], device=self.device), use_cache=True,
+                         logits_to_keep=last or len(tokens), **more, **{self.argument: self.cache})
+        self.before, self.length = self.length + again, self.length + len(self.block)
         if self.taps:
-            self.features = torch.cat([self.caught[t][0] for t in self.taps], -1)
-        return out.logits[0]
+            self.features = torch.cat([self.caught[t][0, again:] for t in self.taps], -1)
+        return out.logits[0, -(last or len(tokens)):]  # a family may ignore logits_to_keep
 
     def tree_arguments(self, seen):
         """seen [n, n] bool, which of the new tokens each sees -> mask and positions as transformers takes
@@ -1334,10 +1353,33 @@ class Reader:
             for layer in self.cache.layers:
                 for x in (layer.keys, layer.values):  # [1, heads, T, h]
                     x[:, :, self.before: self.before + len(path)] = x[:, :, [self.before + i for i in path]]
-        length = self.before + len(path)
-        if length < self.length:
-            self.cache.crop(length - self.length)  # negative: so many off the end
-            self.length = length
+        rejected = self.length - self.before - len(path)
+        if rejected and self.stateful:
+            for layer, past in zip(self.cache.layers, self.past):
+                vars(layer).update(past)
+            self.again, self.length = self.block[:-rejected], self.length - len(self.block)
+        elif rejected:
+            self.cache.crop(-rejected)  # negative: so many off the end
+            self.length -= rejected
+
+@torch.inference_mode()
+def check_states(model):
+    """UserError for a target whose own code reads no block on from its state, as jamba's: what follows a
+    cleared state must come out otherwise."""
+    reader, logits, ids = Reader(model, ()), [], list(range(8))
+    why = f"--evaluate: {model.config._name_or_path}: its code reads no block of tokens on from a state"
+    for clear in (False, True):
+        with refused(why, (ValueError, RuntimeError)):  # minimax wants a cache of its own
+            reader.start()
+            reader.read(ids)
+            layers = [layer for layer in reader.cache.layers if hasattr(layer, "conv_states")]
+            states, short = ([x for layer in layers for x in getattr(layer, name).values() if x is not None]
+                             for name in ("recurrent_states", "conv_states"))
+            for x in states or short if clear else ():
+                x.zero_()
+            logits.append(reader.read(ids))
+    if layers and torch.equal(*logits):
+        raise UserError(why)
 
 def head_logits(rows, ends):
     """rows [..., D] -> the target's logits of them [..., V] in float32."""
@@ -2374,10 +2416,8 @@ def decoding_worker(seat, cfg, folder, documents, controls, stop):
     taps, mask_token_id = (config["dflash_config"][k] for k in ("target_layer_ids", "mask_token_id"))
     device, dtype, tokenizer = seat.device, compute_dtype(seat.device), load_tokenizer(cfg.target)
     text, _ = load_config(cfg.target)
-    recurrent = {*(getattr(text, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
-    if recurrent:
-        raise UserError(f"--evaluate: {cfg.target} has {min(recurrent)} layers, whose state cannot go back "
-                        "to before a rejected draft")
+    if cfg.tree and (kinds := stateful_kinds(text)):
+        raise UserError(f"--tree: {cfg.target} has {min(kinds)} layers, whose state takes one branch only")
     if text.hidden_size != config["hidden_size"] or text.num_hidden_layers <= max(taps):
         raise UserError(f"{folder} is no drafter for {cfg.target}: it wants width {config['hidden_size']} "
                         f"and taps {taps}, there are width {text.hidden_size} and {text.num_hidden_layers} "
@@ -2401,6 +2441,8 @@ def decoding_worker(seat, cfg, folder, documents, controls, stop):
     # cuDNN's attention plans anew for every length that decoding meets; the other kernels do not.
     torch.backends.cuda.enable_cudnn_sdp(False)
     model = load_target(cfg.target, dtype).to(device)
+    if stateful_kinds(text):
+        check_states(model)
     ends, end_ids = frozen_ends(model), end_tokens_of(model, tokenizer)
     step = torch.compile(draft_step, fullgraph=True, dynamic=False) if device == "cuda" else draft_step
 
