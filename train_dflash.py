@@ -824,6 +824,10 @@ def packed_tiles(begin, window):
     full = (c >= high) & (c < r)
     return (c + TILE > low) & (c <= r) & ~full, full
 
+def stateful_kinds(text):
+    """The kinds of layers of this config that keep more than keys and values: recurrent ones have a state."""
+    return {*(getattr(text, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+
 def packed_reading(base, layers, cfg, text):
     """For a target of nothing but attention: make it read a whole micro-batch as one row, documents packed,
     each decoder layer compiled for that one shape -> a function (begin [S] on the device) -> attention mask.
@@ -831,8 +835,8 @@ def packed_reading(base, layers, cfg, text):
     The masks' tensors are rewritten in place: layers compiled once stay compiled. transformers gives them to
     flex_attention as they are. UserError for a target that has other layers."""
     kinds = set(getattr(text, "layer_types", None) or ()) or {"full_attention"}
-    if kinds - {"full_attention", "sliding_attention"}:
-        raise UserError(f"it has {min(kinds - {'full_attention', 'sliding_attention'})} layers")
+    if odd := stateful_kinds(text):
+        raise UserError(f"it has {min(odd)} layers")
     window = getattr(text, "sliding_window", None) or 0
     window = 0 if window >= cfg.max_length or not getattr(text, "use_sliding_window", True) else window
     if window and not getattr(text, "layer_types", None):
@@ -1283,10 +1287,6 @@ def verify_tree(tokens, parents, chosen):
         path.append(nodes[path[-1], chosen[path[-1]]])
     return path, chosen[path[-1]]
 
-def stateful_kinds(text):
-    """The kinds of layers of this config that keep more than keys and values: recurrent ones have a state."""
-    return {*(getattr(text, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
-
 class Reader:
     """The target with its key/value cache and, after each call, the features of the tokens just read.
 
@@ -1350,9 +1350,10 @@ class Reader:
     def keep(self, path):
         """Leave of the tokens read last only those at the indices `path`, in this order."""
         if path[-1] != len(path) - 1:  # a branch of a tree
+            kept = self.before + torch.tensor(path, device=self.device)
             for layer in self.cache.layers:
                 for x in (layer.keys, layer.values):  # [1, heads, T, h]
-                    x[:, :, self.before: self.before + len(path)] = x[:, :, [self.before + i for i in path]]
+                    x[:, :, self.before: self.before + len(path)] = x.index_select(2, kept)
         rejected = self.length - self.before - len(path)
         if rejected and self.stateful:
             for layer, past in zip(self.cache.layers, self.past):
@@ -1479,11 +1480,13 @@ def decode(reader, prompt, new_tokens, end_ids, draft=None, temperature=0.0, dra
 def lossless(reader, prompt, spec, spec_logits, plain, plain_logits):
     """Was every token the plain target's own choice? -> (tokens that differ, largest logit gap, noise).
 
-    The reference is one-token decoding of the very prefix that was decoded: the plain run where it is the
-    same, a run forced along the same tokens otherwise. noise: where both choose the same token, the largest
+    The reference is one-token decoding of the very prefix that was decoded: the plain run as far as it is the
+    same, from there a run forced along the same tokens. noise: where both choose the same token, the largest
     difference between its logit read in a block and read alone."""
-    if spec != plain[: len(spec)]:
-        plain_logits = decode(reader, prompt, len(spec), (), forced=spec)[2]
+    same = 1 + next((i for i, pair in enumerate(zip(spec, plain)) if len(set(pair)) > 1), len(spec))
+    if same < len(spec):
+        forced = decode(reader, prompt + spec[:same], len(spec) - same, (), forced=spec[same:])[2]
+        plain_logits = plain_logits[:same] + forced
     one, block = torch.stack(plain_logits[: len(spec)]).float(), torch.stack(spec_logits).float()
     chosen = torch.tensor(spec, device=one.device)[:, None]
     gaps = one.max(-1).values - one.gather(1, chosen)[:, 0]
