@@ -1619,7 +1619,7 @@ def compare_decoding(model, taps, drafts, prompts, cfg, end_ids):
     results = {name: {"runs": [], "differ": 0, "gap": 0.0, "noise": 0.0} for name in ("plain", *drafts)}
     plain_reader, reader = Reader(model, ()), Reader(model, taps)
     length = max(map(len, prompts)) + max(cfg.new_tokens, 2 * cfg.block) + cfg.block
-    length = -(-length // 512) * 512  # one shape, and one that the next evaluation is likely to find compiled
+    length = -(-length // TILE) * TILE  # one shape, and one that the next evaluation may find compiled
 
     def timed(name, prompt, new_tokens, seed):
         make, tree = drafts.get(name, (None, 0))
