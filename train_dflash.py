@@ -52,7 +52,7 @@ import traceback
 import zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
@@ -127,6 +127,8 @@ DONE, USAGE, STOPPED, DIVERGED, FAILED = 0, 2, 75, 76, 1  # exit codes, design.m
 TILE = 128  # flex_attention's block: the Triton backward on sm_90 takes no smaller one (pytorch.md 6)
 CPU_DENSE_LIMIT = 6 << 30  # bytes that dense attention may take on a CPU
 EVAL_BATCHES = 32  # held-out micro-batches of one evaluation, at most
+
+DAMAGED = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError)  # a file that makes no sense
 
 class UserError(Exception):
     """A mistake in flags or input: one line, exit 2."""
@@ -211,6 +213,8 @@ def check(cfg):
          f"--max-length {cfg.max_length} is more than --tokens {cfg.tokens}: a row must fit its micro-batch")
     need(not cfg.sliding_window or cfg.sliding_window >= cfg.block,
          f"--sliding-window {cfg.sliding_window} is smaller than --block {cfg.block}")
+    need(not 0 < cfg.temperature < 0.01, f"--temperature {cfg.temperature}: 0, or 0.01 and more")
+    need(all(cfg.data), "--data: an empty name, give files or hub datasets")
     need(cfg.full_layers <= cfg.layers, f"--full-layers {cfg.full_layers}: there are {cfg.layers} layers")
     need(cfg.epochs > 0 or cfg.max_steps, f"--epochs {cfg.epochs}: must be above 0")
     disabled = [f"{k}={v}" for k in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
@@ -252,8 +256,18 @@ def fsync(path):
 def write_metric(out, kind, **values):
     """One JSON object a line. A number that is not finite is null: JSON has no NaN."""
     clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-    with open(Path(out) / "metrics.jsonl", "a") as f:
-        f.write(json.dumps({"kind": kind, "time": round(time.time(), 3), **clean}) + "\n")
+    line = json.dumps({"kind": kind, "time": round(time.time(), 3), **clean}) + "\n"
+    with open(Path(out) / "metrics.jsonl", "ab+") as f:
+        whole = not f.tell() or not f.seek(-1, os.SEEK_END) or f.read(1) == b"\n"
+        f.write((line if whole else "\n" + line).encode())  # a full disk has left half a line
+
+def read_metrics(out):
+    """The rows of metrics.jsonl, without lines that a kill or a full disk has cut."""
+    path, rows = Path(out) / "metrics.jsonl", []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict) and {"kind", "step"} <= row.keys()]
 
 def heartbeat(out, phase, step=0, micro_batches=0):
     """Called where the main thread of the process at work advances; a ticker thread would hide a hang."""
@@ -388,7 +402,7 @@ def read_row(row, render, tokenizer, vocab, end_tokens):
         ids, supervised = list(row["input_ids"]), [bool(x) for x in row.get("loss_mask") or ()]
         if len(ids) != len(supervised):
             raise ValueError("input_ids and loss_mask differ in length")
-        if not all(isinstance(x, (int, np.integer)) and 0 <= x < vocab for x in ids):
+        if not all(isinstance(x, (int, np.integer)) and x is not True and 0 <= x < vocab for x in ids):
             raise ValueError("a token beyond the vocabulary")
         asked = next((t.get("content") for t in row.get("messages") or () if t.get("role") == "user"), ids)
         return prompt_key(asked), [(ids, supervised)]
@@ -426,7 +440,8 @@ def tokenise_rows(batch, tokenizer, vocab, max_length, eval_fraction):
             problem = "not JSON"
         except Exception as e:  # templates raise what they like; one bad row is counted, named and skipped
             problem = first_line(e)[:60]
-        held_out = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") < eval_fraction * 2**64
+        digest = hashlib.sha256(key.encode(errors="replace")).digest()  # a lone surrogate is no UTF-8
+        held_out = int.from_bytes(digest[:8], "big") < eval_fraction * 2**64
         for ids, supervised in made or [([], [])]:
             cut, note = len(ids) > max_length, problem
             ids, supervised = ids[:max_length], supervised[:max_length]
@@ -1579,7 +1594,7 @@ def read_chats(path, flag):
             if not any(turn["role"] == "user" for turn in turns):
                 raise ValueError("no user's turn")
             chats.append((number, turns, tools_of(row)))
-        except (ValueError, TypeError, AttributeError) as e:
+        except (ValueError, TypeError, AttributeError, RecursionError) as e:
             not_json = isinstance(e, (json.JSONDecodeError, UnicodeDecodeError))
             bad.append((number, "not JSON" if not_json else first_line(e)[:60]))
     if not chats and not bad:
@@ -1594,10 +1609,11 @@ def read_prompts(path, tokenizer, limit):
     if bad:
         raise UserError(f"--prompts {path}, line {bad[0][0] + 1}: no prompt, no messages ({bad[0][1]})")
     prompts = []
-    for _, turns, tools in chats[:limit]:
+    for number, turns, tools in chats[:limit]:
         turns = turns[:-1] if turns[-1]["role"] == "assistant" else turns
-        prompts.append((tokenizer.apply_chat_template(
-            turns, tools=tools, add_generation_prompt=True, return_dict=False), []))
+        with refused(f"--prompts {path}, line {number + 1}: the chat template does not take it"):
+            prompts.append((tokenizer.apply_chat_template(
+                turns, tools=tools, add_generation_prompt=True, return_dict=False), []))
     return prompts
 
 def held_out_prompts(documents, limit):
@@ -1715,7 +1731,8 @@ def read_drafter(folder):
             raise UserError(f"{folder}/config.json: {key} {problem}")
         inner[key] = found[0]
     config["block_size"] = inner["block_size"]
-    follow(config, f"{folder}/config.json")
+    with refused(f"{folder}/config.json: makes no sense", DAMAGED):
+        follow(config, f"{folder}/config.json")
     return config, state
 
 def follow(config, where):
@@ -1733,7 +1750,10 @@ def follow(config, where):
     taps = inner["target_layer_ids"]
     need(isinstance(taps, list) and taps and all(type(x) is int and x >= 0 for x in taps),
          f"target_layer_ids {taps} are no layers")
-    thetas = {x for x in (config.get("rope_theta"), rope.get("rope_theta")) if x is not None}
+    thetas = [x for x in (config.get("rope_theta"), rope.get("rope_theta")) if x is not None]
+    for key, value in (("rms_norm_eps", config["rms_norm_eps"]), *(("rope_theta", x) for x in thetas)):
+        need(type(value) in (int, float) and value > 0, f"{key} {value!r} is no number above 0")
+    thetas = set(thetas)
     need(len(thetas) == 1, f"rope_theta has two values, {thetas}" if thetas else "rope_theta is missing")
     config["rope_theta"] = thetas.pop()
     n, kinds = config["num_hidden_layers"], config.get("layer_types")
@@ -1742,6 +1762,10 @@ def follow(config, where):
                    "sliding_window": inner.get("swa_window_size")}
     elif "causal" in inner:
         config.setdefault("is_causal", inner["causal"])
+    for key, source, least in (("block_size", inner, 2), ("mask_token_id", inner, 0),
+                               ("sliding_window", config, 0)):
+        value = source.get(key) or 0
+        need(type(value) is int and value >= least, f"{key} {value!r} is no whole number from {least}")
     kinds = config.setdefault("layer_types", ["full_attention"] * n)
     need(len(kinds) == n, f"layer_types names {len(kinds)} layers, num_hidden_layers is {n}")
     odd = sorted(set(kinds) - {"full_attention", "sliding_attention"})
@@ -1822,7 +1846,7 @@ def find_checkpoint(out):
                 if (folder / name).stat().st_size != size or checksum(folder / name) != crc:
                     raise ValueError(f"{name} is not what was written")
             return folder
-        except (OSError, ValueError, KeyError) as e:
+        except DAMAGED as e:
             say(f"checkpoint {folder} is broken and skipped: {first_line(e)}")
     return None
 
@@ -2582,6 +2606,8 @@ def make_demo(cfg, out, seat, stop):
         code, reason, results = run_workers([(teach_worker, seat, (target, cfg.seed))], stop)
         if code:
             raise RuntimeError(reason)
+        if stop.value:
+            return cfg
         say(f"target taught in {time.monotonic() - begin:.0f} s, last loss {results[0]['loss']:.3f}")
     if not target.exists():
         raise UserError(f"the demo has no target in {out} yet: run it without --plan")
@@ -2772,10 +2798,9 @@ def regenerate(cfg, stop):
 
 def draw_curves(folder):
     """--curves RUN: RUN/curves.png from its metrics.jsonl. Needs matplotlib, which training does not."""
-    with refused(f"--curves {folder}: no metrics.jsonl of a run there", (OSError, ValueError, TypeError)):
-        rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-        if not any(row["kind"] == "train" for row in rows):
-            raise ValueError("no step is told in it yet")
+    rows = read_metrics(folder)
+    if not any(row["kind"] == "train" for row in rows):
+        raise UserError(f"--curves {folder}: no metrics.jsonl of a run there, or no step is told in it yet")
     try:
         import matplotlib
     except ImportError:
@@ -2862,13 +2887,14 @@ def run_workers(works, stop, patient=True, stall=math.inf):
             if stop.value >= 100 or (stop.value and not patient):
                 return 128 + stop.value % 100, "stopped at once, on a signal", results
             if not waiting or time.monotonic() > deadline:
-                _, code, reason = min(failures, key=lambda f: f[0])
-                for child, _ in waiting.values():  # whoever is stopped is what the others waited for
-                    if is_stopped(child):
-                        reason = f"{child.name}, process {child.pid}, is stopped (SIGSTOP); {reason}"
-                if waiting and re.search("(?i)timed? ?out", reason):  # who waited fails; who hangs is silent
-                    silent = ", ".join(f"{child.name}, process {child.pid}" for child, _ in waiting.values())
-                    reason = f"no word from {silent}; {reason}"
+                told, code, reason = min(failures, key=lambda f: f[0])
+                silent = {f"{child.name}, process {child.pid}": is_stopped(child)
+                          for child, _ in waiting.values()}
+                if any(silent.values()):  # whoever is stopped is what the others waited for
+                    names = ", ".join(who for who, stopped in silent.items() if stopped)
+                    reason = f"{names}, is stopped (SIGSTOP); {reason}"
+                elif told and silent and re.search("(?i)timed? ?out", reason):  # who waited fails
+                    reason = f"no word from {', '.join(silent)}; {reason}"
                 return code, reason, results
             wait_for_any([x for child, link in waiting.values() for x in (link, child.sentinel)], timeout=0.5)
             for i, (child, link) in list(waiting.items()):
@@ -2934,10 +2960,10 @@ def take_seats(cfg, out):
         if len(set(gpus)) != len(gpus) or any(g < 0 for g in gpus):
             raise UserError(f"{shown}: give each once, from 0")
         if device == "cuda" and last >= count:
-            before = json.loads((out / "config.json").read_text()) if (out / "config.json").exists() else {}
-            if last in before.get("gpus", ()):
-                raise RuntimeError(
-                    f"{shown}: GPU {last} was there at the last attempt, now there are {count}")
+            with suppress(*DAMAGED):
+                if last in json.loads((out / "config.json").read_text())["gpus"]:
+                    raise RuntimeError(
+                        f"{shown}: GPU {last} was there at the last attempt, now there are {count}")
             raise UserError(f"{shown}: there is no GPU {last}, this machine has {count}")
     if set(targets) & set(drafters) and set(targets) != set(drafters):
         raise UserError(f"--target-gpus {cfg.target_gpus} and --drafter-gpus {cfg.drafter_gpus} overlap in "
@@ -3068,15 +3094,15 @@ def evaluate(cfg, given, stop, controls=False):
     if not path.exists():
         raise UserError(f"--evaluate {cfg.evaluate}: no such folder")
     for run in (path, path.parent, path.parent.parent):
-        with refused(f"--evaluate {cfg.evaluate}: {run / 'config.json'} is damaged", (ValueError, OSError)):
+        with refused(f"--evaluate {cfg.evaluate}: {run / 'config.json'} is damaged", DAMAGED):
             written = json.loads((run / "config.json").read_text()) if (run / "config.json").exists() else {}
-        if not {"argv", "config"} <= written.keys():  # a run's; a drafter's has none
-            continue
+            if not {"argv", "config"} <= written.keys():  # a run's; a drafter's has none
+                continue
+            keys = {"target", "data", "seed", "tokens", "max_length", "eval_fraction"} - given
+            of_run = {k: tuple(v) if k == "data" else v for k, v in written["config"].items() if k in keys}
+            cfg = dataclasses.replace(cfg, **of_run)
         if run == path:
             folder = path / "export" if (path / "export" / "config.json").exists() else find_checkpoint(path)
-        keys = {"target", "data", "seed", "tokens", "max_length", "eval_fraction"} - given
-        of_run = {k: written["config"][k] for k in keys}
-        cfg = dataclasses.replace(cfg, **{k: tuple(v) if k == "data" else v for k, v in of_run.items()})
         break
     if folder is None:
         raise UserError(f"--evaluate {cfg.evaluate}: no complete checkpoint there yet")
@@ -3095,7 +3121,7 @@ def train(cfg, given, argv, stop):
     begin, demo = time.monotonic(), not cfg.target
     if demo == bool(cfg.data):
         raise UserError(f"--target and --data go together: name the {'model' if demo else 'chats'}")
-    named = "demo" if demo else Path(cfg.target).name
+    named = "demo" if demo else Path(os.path.abspath(cfg.target)).name
     out = Path(cfg.out or os.environ.get("SUPERVISE_RUN_DIR") or f"runs/{named}")
     seats = take_seats(cfg, out)
     if demo:
@@ -3107,7 +3133,8 @@ def train(cfg, given, argv, stop):
         source = Path(cfg.init_from).resolve()
         source = source / "export" if (source / "export" / "config.json").exists() else source  # a run
         if not source.exists() and (out / "checkpoints" / "latest").exists():  # it has served
-            theirs = json.loads((out / "config.json").read_text())["drafter"]
+            with refused(f"--out {out}: its config.json is damaged, restore it or give another", DAMAGED):
+                theirs = dict(json.loads((out / "config.json").read_text())["drafter"])
         else:
             with refused("--init-from", UserError):
                 theirs, _ = read_drafter(source)
@@ -3118,6 +3145,8 @@ def train(cfg, given, argv, stop):
         heartbeat(out, "preparing")
     if demo:
         cfg = make_demo(cfg, out, seats[-1], stop)
+        if stop.value:
+            return STOPPED, "stopped on request while the demo's target was taught; run it again to go on"
 
     # --- every check that needs files but no weights
     text, _ = load_config(cfg.target)
@@ -3159,8 +3188,7 @@ def train(cfg, given, argv, stop):
     if before and cfg.resume == "never":
         raise UserError(f"--resume never, and {out} holds {len(before)} checkpoints: give another --out")
     if before:
-        damaged = f"--out {out}: its config.json is damaged, restore it or give another"
-        with refused(damaged, (ValueError, OSError)):
+        with refused(f"--out {out}: its config.json is damaged, restore it or give another", DAMAGED):
             check_identity(json.loads((out / "config.json").read_text())["identity"], now, f"--out {out}")
         checkpoint = find_checkpoint(out)
     if checkpoint:
@@ -3206,13 +3234,12 @@ def train(cfg, given, argv, stop):
             return code, reason
         if results[-1]["stopped"]:
             return STOPPED, f"stopped on request at step {results[-1]['step']}, saved; run it again to go on"
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    last = next((r for r in reversed(lines) if r["kind"] == "eval"), None)
-    say(f"finished at step {lines[-1]['step']}: the drafter is {out / 'export'}" + (
+        step, m = results[-1]["step"], total
+    last = next((row for row in reversed(read_metrics(out)) if row["kind"] == "eval"), None)
+    say(f"finished at step {step}: the drafter is {out / 'export'}" + (
         f", held-out loss {last['loss']:.4f}, accept length {last['accept_len']:.3f}" if last else ""))
     if demo and not finished:
-        at = lines[-1]["step"], lines[-1]["micro_batches"]
-        return show_demo(cfg, given, out, begin, at, stop)
+        return show_demo(cfg, given, out, begin, (step, m), stop)
     return DONE, ""
 
 def main(argv):
