@@ -96,10 +96,12 @@ def test_modes_and_their_files(capsys, tiny, tmp_path):
         ([*answer, prompts, "--replies", tmp_path / "out.gz"], "without .gz"),
         ([*answer, cut], "cut.jsonl.gz: cannot be read"),
         (["--regenerate", prompts, "--replies", tmp_path / "out.jsonl"], "name the model"),
-        (["--evaluate", run_], "config.json is damaged"),
         (["--curves", run_], "no metrics.jsonl of a run there"),
     ):
         assert words in refuse(capsys, *flags), flags
+    for content in ('{"argv": [], ', "[]", "5", '{"argv": 1, "config": []}'):
+        (run_ / "config.json").write_text(content)
+        assert "config.json is damaged" in refuse(capsys, "--evaluate", run_), content
     assert prompts.read_text() == '{"row": 1, "prompt": "hi"}' and not (tmp_path / "out.jsonl").exists()
 
 

@@ -264,7 +264,7 @@ def test_bad_rows_are_counted_with_their_reason_and_the_good_survive(dice, read)
         "not text": [exchange([{"type": "image"}], "bc"), exchange("a", [{"type": "text", "text": 1}])],
         "two users running": [{"messages": [whole[0], *whole]}],
         "beyond the vocabulary": [
-            {"input_ids": [1, x], "loss_mask": [1, 1]} for x in (-1, len(tokenizer), 10**12)],
+            {"input_ids": [1, x], "loss_mask": [1, 1]} for x in (-1, len(tokenizer), 10**12, True)],
         "differ in length": [{"input_ids": [1, 2, 3], "loss_mask": [1, 1]}, {"input_ids": [1, 2]}]}
     reasons = dice.sample(sorted(bad), len(bad))
     for chosen in (reasons[:4], reasons[4:]):  # the report names the 8 most frequent
@@ -307,6 +307,19 @@ def test_input_that_leaves_nothing_is_the_users_error(name, tmp_path, read):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(t.UserError, match=re.escape(says)):
         read(byte_level(), tmp_path / name)
+
+def test_half_a_character(read, tmp_path):
+    """Catches a lone surrogate, which JSON can hold and UTF-8 cannot, that costs more than its own row."""
+    half = {"role": "user", "content": "caf\ud800"}
+    rows = [{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "messages": [half]},
+            {"messages": [half, {"role": "assistant", "content": "yes"}]}]
+    found = read(byte_level(), "\n".join(map(json.dumps, rows)).encode())
+    assert kept(found) == [([1, 2, 3], [False, True, True])] and " 1 dropped;" in found.report
+    path = tmp_path / "prompts.jsonl"
+    for line in (json.dumps({"messages": [half]}), "[" * 200_000):
+        path.write_text(f'{{"prompt": "a"}}\n{line}\n')
+        with pytest.raises(t.UserError, match=r"prompts.jsonl, line 2: "):
+            t.read_prompts(str(path), byte_level(), 9)
 
 # -------------------------------------------------------------------------- the cut, the split, the cache
 

@@ -323,6 +323,17 @@ def test_a_config_without_a_size_is_refused(key, targets, tmp_path):
     with pytest.raises(t.UserError, match=key):
         load(tmp_path)
 
+@pytest.mark.parametrize("key, value", [
+    ("block_size", "8"), ("block_size", 1), ("mask_token_id", -4), ("rms_norm_eps", "y"), ("rope_theta", [1]),
+    ("sliding_window", 2.5), ("rope_parameters", 5), ("layer_types", 3), ("dflash_config", [])])
+def test_a_value_of_no_kind_is_refused(key, value, targets, tmp_path):
+    """Catches a traceback, or one after minutes of loading, where the folder is at fault."""
+    own, _ = make_folder(tmp_path, targets["qwen3"][0], "full", 8)
+    inner = own["dflash_config"]
+    write(tmp_path, {**own, "dflash_config": inner | ({key: value} if key in inner else {}), key: value})
+    with pytest.raises(t.UserError, match=f"{tmp_path}/config.json: .*"):
+        load(tmp_path)
+
 def test_tensors_that_do_not_fit_are_named(targets, tmp_path, dice):
     """Catches a tensor left at its first values, dropped or cut to size without a word; a second generation's
     drafter (its convolutions and selector are extra tensors) and one with biases or the head inside."""

@@ -217,9 +217,14 @@ def test_anything_lost_in_the_run_folder(tiny, tmp_path):
     shutil.rmtree(out / "export")
     (out / "checkpoints" / ".step-00000004").mkdir()
     (out / "checkpoints" / ".step-00000004" / "trainer.pt").write_bytes(b"half")
+    with open(out / "metrics.jsonl", "a") as f:
+        f.write('{"kind": "train", "st')  # a disk that was full
     stdout, _ = run(tiny, out, "--max-steps", 4, env={"HF_DATASETS_CACHE": str(tmp_path / "elsewhere")})
     assert "going on from step-00000002" in stdout
     assert all(torch.equal(v, want[k]) for k, v in masters(out).items()) and (out / "export").exists()
+    assert [r["step"] for r in t.read_metrics(out) if r["kind"] == "train"] == [1, 2, 3, 4, 3, 4]
+    (out / "metrics.jsonl").unlink()
+    assert "finished at step 4" in run(tiny, out, "--max-steps", 4)[0]
 
 def test_killed_in_every_phase(tiny, tmp_path):
     """Catches a moment at which kill -9 costs more than the steps since the last save: one run is killed in

@@ -5,6 +5,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -263,12 +265,36 @@ def test_broken_checkpoint_is_named_and_passed_over(tiny, tmp_path, straight, ca
             assert t.find_checkpoint(out).name == "step-00000006", file
             assert "step-00000008 is broken and skipped" in capsys.readouterr().out
         file.write_bytes(data)
+    manifest = (newest / "manifest.json").read_text()
+    for senseless in ("[]", '{"files": [1]}', '{"files": {"x": 5}}'):
+        (newest / "manifest.json").write_text(senseless)
+        assert t.find_checkpoint(out).name == "step-00000006", senseless
+    (newest / "manifest.json").write_text(manifest)
     assert t.find_checkpoint(out) == newest
+    config = (out / "config.json").read_text()
+    for senseless in ("[]", "{}", '{"identity": []}'):
+        (out / "config.json").write_text(senseless)
+        assert "config.json is damaged" in run(tiny, out, "--max-steps", 8, code=2)[1], senseless
+    (out / "config.json").write_text(config)
+    capsys.readouterr()
     random.choice(list(newest.iterdir())).unlink()
     stdout, _ = run(tiny, out, "--max-steps", 8, "--accumulation", 3)
     assert "step-00000008 is broken and skipped" in stdout and "going on from step-00000006" in stdout
     same(masters(out), masters(straight))
     assert any(p.name.startswith("broken-") for p in (out / "checkpoints").iterdir())
+
+
+def test_demo_stopped_while_it_teaches(tmp_path):
+    """Catches a wish to stop that is told as a mistake of the user's, or answered after the teaching."""
+    out = tmp_path / "demo"
+    process = subprocess.Popen([sys.executable, t.__file__, "--out", str(out), "--device", "cpu"],
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until((out / "chats.jsonl").exists)  # the workers are being started
+    until(lambda: '"step": 20,' in (out / "heartbeat.json").read_text())
+    process.send_signal(signal.SIGINT)
+    code, stdout, stderr = finish(process)
+    assert code == 75 and "run it again to go on" in stderr.splitlines()[-1], stderr
+    assert "nan" not in stdout and not (out / "target").exists()
 
 
 def test_tracker_that_fails_stops_nothing(tiny, tmp_path):
