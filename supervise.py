@@ -525,7 +525,7 @@ def one_attempt(run):  # start the command, be there until nothing of it is left
         words = "; ".join([words, state, *gpu_words(rows)]) + ": looks like a stuck collective" * bool(stuck)
     if alive():
         grace = options.hang_grace if ended == "hang" else 0 if ended else options.grace
-        note(run, ended or "stop", words or f"to save and end in {grace:g} s; again: killed", stacks=stack)
+        note(run, ended or "stop", words or f"to save and end in {grace:g} s; again kills it", stacks=stack)
         end_in_order(run, [run.leader], grace, alive)
     up, by_us = time.monotonic() - a["start"], alive()
     killed, unkillable = sweep(run)
@@ -596,7 +596,7 @@ def summary(state):  # -> (what is left in the ledgers, what the run took)
     used = ledgers(state["history"], argparse.Namespace(**state["options"]), time.monotonic())
     wall, t = (state.get("over") or time.time()) - state["began"], state["totals"]
     return ", ".join(f"{name} {max(0, n - count):g} of {n:g}" for name, (count, n) in used.items()), (
-        f"{t['attempts']} attempts in {span(wall)}: {span(t['useful'])} training, "
+        f"attempts: {t['attempts']} in {span(wall)}, {span(t['useful'])} training, "
         f"{span(wall - t['useful'])} lost, {t['gpu'] / 3600:.1f} GPU hours")
 def lock(folder, mode="r", kind=fcntl.LOCK_SH):  # -> (the lock, who holds it instead or "")
     held = open(folder / "supervise.lock", mode)  # noqa: SIM115  until the process ends
@@ -612,15 +612,15 @@ def take(run):  # the lock, and again where its file was pulled away -> who has 
 
 def status(folder):  # -> one screen for a tired person, also when the run is dead
     s, beat = (read_json(folder / name) for name in ("state.json", "heartbeat.json"))
-    p, owner, (left, totals) = s["p"], lock(folder)[1], summary(s)
+    p, owner, (left, totals), end = s["p"], lock(folder)[1], summary(s), s["ended"] or "it was cut off"
     step = beat.get("step") if s["leader"] and beat.get("phase") == "training" else p["step"]
-    now = f"{s['now']}, supervised by {owner}" if owner else f"not running: {s['ended'] or 'it was cut off'}"
-    return f"""run       {folder}: {shlex.join(s['command'])[:150]}
-now       attempt {s['attempt']}, {now}
-progress  {p['phase'] or 'no phase'}, step {'-' if step is None else step} of {p['total'] or '-'}, \
-{p['pace'] or 0:.3g} s a step, eta {quietly(lambda: span((p['total'] - step) * p['pace'])) or '-'}, \
-heartbeat {quietly(lambda: span(time.time() - beat.get('time'))) or '-'} ago
-left      {left}\n{chr(10).join(s.get('gpus') or [])}{s.get('gpu_error') or ''}
+    now = f"attempt {s['attempt']}, {s['now']}: {owner}" if owner else f"not running: {end}"
+    return f"""run       {folder}: {shlex.join(s['command'])[:150]}\nnow       {now}
+progress  {'' if owner else 'last seen '}{p['phase'] or 'no phase'}, step {'-' if step is None else step} of \
+{p['total'] or '-'}, {p['pace'] or 0:.3g} s a step, eta \
+{quietly(lambda: span((p['total'] - step) * p['pace'])) or '-'}, heartbeat \
+{quietly(lambda: span(time.time() - beat.get('time'))) or '-'} ago
+restarts  left before it gives up: {left}\n{chr(10).join(s.get('gpus') or [])}{s.get('gpu_error') or ''}
 totals    {totals}\nlast      {s['last_event']}
 tail      tail -F {shlex.quote(str(folder))}/attempt_{s['attempt']:03}.log"""
 def stop(folder):  # ask the supervisor for an end in order, or end what a dead one left -> how it ended

@@ -1571,8 +1571,8 @@ def read_walk(found):
 
 def walk_line(w):
     return (f"walk {w['walk']:.3f}, everywhere {w['everywhere']:.3f}, trees of "
-            + ", ".join(f"{n} {w[f'tree_{n}']:.3f}" for n in TREES) + "; rounds that accept 1, 2 ... drafts "
-            + " ".join(f"{x:.2f}" for x in w["acceptance"]))
+            + ", ".join(f"{n} {w[f'tree_{n}']:.3f}" for n in TREES)
+            + "; share of rounds with 1, 2 ... drafts right " + " ".join(f"{x:.2f}" for x in w["acceptance"]))
 
 def read_chats(path, flag):
     """JSONL of {"prompt": text} or {"messages": [...]}, perhaps with tools -> ([(row number, turns, tools)],
@@ -1669,8 +1669,11 @@ def mean_accepted(runs):
 
 def decoding_table(results, block, end_ids):
     """The results of compare_decoding as lines of text, and as one dict for metrics.jsonl."""
-    columns = ("accepted", "finished", "unfinished", "tokens/s", "speed-up", "differ")
-    lines, values = [" " * 16 + "".join(f"{c:>11}" for c in columns)], {}
+    runs, values = results["plain"]["runs"], {}
+    ended = sum(out[-1] in end_ids for out, *_ in runs)
+    columns = (f"all {len(runs)}", f"finished {ended}", f"unfinished {len(runs) - ended}", "tokens/s",
+               "speed-up", "differ")
+    lines = [f"{'accepted a round':16}" + "".join(f"{c:>14}" for c in columns)]
     for name, r in results.items():
         done, rest = ([x for x in r["runs"] if (x[0][-1] in end_ids) == side] for side in (True, False))
         rate = sum(len(o) for o, _, _ in r["runs"]) / sum(s for *_, s in r["runs"])
@@ -1680,12 +1683,10 @@ def decoding_table(results, block, end_ids):
             "rounds": sum(len(x[1]) for x in r["runs"]), "rounds_finished": sum(len(x[1]) for x in done),
             "tokens_per_s": rate, "differ": r["differ"], "gap": r["gap"], "noise": r["noise"]}
         v["speedup"] = rate / values["plain"]["tokens_per_s"]
-        if name == "plain":
-            lines.append(f"{'plain target':16}{1:11.2f}{len(done):8} of{len(rest):8} of{rate:11.1f}{1:11.2f}")
-        else:
-            accepted = "".join(f"{v[k]:11.2f}" if v[k] == v[k] else f"{'-':>11}"
-                               for k in ("accepted", "finished", "unfinished"))
-            lines.append(f"{name:16}{accepted}{rate:11.1f}{v['speedup']:11.2f}{r['differ']:11}")
+        accepted = (1 if name == "plain" and part else v[k] for k, part in (
+            ("accepted", r["runs"]), ("finished", done), ("unfinished", rest)))
+        lines.append(f"{name:16}" + "".join(f"{'-':>14}" if math.isnan(x) else f"{x:14.2f}" for x in accepted)
+                     + f"{rate:14.1f}{v['speedup']:14.2f}{r['differ']:14}")
     counts = Counter(n for _, rounds, _ in results["drafter"]["runs"] for n in rounds)
     shares = (f"{n}: {counts[n] / max(counts.total(), 1):.0%}" for n in range(1, block + 1))
     lines.append(f"accepted a round, drafter: {'  '.join(shares)}")
@@ -2562,6 +2563,7 @@ def demo_chats(seed, count):
 def teach_worker(seat, folder, seed, stop, steps=420, rate=3e-3):
     """Teach the demo's target its chats, replies only, and save it to folder."""
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import logging as transformers_logging
 
     tokenizer, draw = byte_tokenizer(), random.Random(seed)
     torch.manual_seed(seed)
@@ -2590,6 +2592,7 @@ def teach_worker(seat, folder, seed, stop, steps=420, rate=3e-3):
         if stop.value:
             return {"loss": math.nan}
     beside = folder.with_name(f".target.{os.getpid()}")
+    transformers_logging.disable_progress_bar()
     model.save_pretrained(beside)
     tokenizer.save_pretrained(beside)
     beside.rename(folder)
@@ -2624,8 +2627,9 @@ def show_demo(cfg, given, out, begin, at, stop):
         own, copier, zeroed, untrained = (v["accepted"] for v in list(values.values())[1:5])
         say(f"the demo took {span(time.monotonic() - begin)}. A round of decoding accepts {own:.2f} tokens "
             f"with the drafter, {zeroed:.2f} with the target's features zeroed, {untrained:.2f} untrained, "
-            f"{copier:.2f} by prompt lookup.\nA real run:\n  python supervise.py -- python train_dflash.py "
-            "--target Qwen/Qwen3-8B --data chats.jsonl --out runs/qwen3-8b")
+            f"{copier:.2f} by prompt lookup.\nMore of this one:\n  python train_dflash.py --evaluate {out} "
+            "--tree 32\nA real run:\n  python supervise.py -- python train_dflash.py --target Qwen/Qwen3-8B "
+            "--data chats.jsonl --out runs/qwen3-8b")
     return code, reason
 
 # ------------------------------------------------------------------------------------ replies by the target
@@ -3044,7 +3048,8 @@ def print_plan(cfg, config, seats, documents, total, size):
         f"{config['num_key_value_heads']} of {config['head_dim']}, FFN {config['intermediate_size']}\n"
         f"micro-batch: {cfg.tokens} context tokens, {cfg.anchors} anchors x block {cfg.block} = "
         f"{cfg.anchors * cfg.block} draft rows\n{documents.report}\n"
-        f"{bins} micro-batches an epoch = {-(-bins // group)} steps of {D} drafters x {cfg.accumulation}\n"
+        f"{bins} micro-batches an epoch = {-(-bins // group)} steps of {group} (drafters {D}, accumulation "
+        f"{cfg.accumulation})\n"
         f"{total} micro-batches in all = {-(-total // group)} steps\n"
         "who sits where, with the predicted memory in GiB:")
     for seat in seats:
@@ -3216,7 +3221,7 @@ def train(cfg, given, argv, stop):
              "versions": versions(), "gpus": sorted({s.gpu for s in seats if s.device == "cuda"})}, indent=2))
         kind = "restart" if (out / "metrics.jsonl").exists() else "start"
         write_metric(out, kind, step=step, micro_batches=m, total=total, argv=argv)
-        say(f"{documents.report}\n{len(seats)} processes: {', '.join(s.name for s in seats)}\ndrafter of "
+        say(f"{documents.report}\nprocesses: {', '.join(s.name for s in seats)}\ndrafter of "
             f"{size / 1e6:.1f} M parameters, taps {taps}, mask token {mask_token_id} ({why})"
             + (f", gamma {cfg.gamma or default_gamma(cfg.block):g}" if cfg.loss == "dflash" else "")
             + f"\n{bins} micro-batches an epoch, {total} in all = {step + -(-(total - m) // group)} steps; "

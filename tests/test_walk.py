@@ -281,7 +281,7 @@ def test_a_run_tells_its_walk(tiny, tmp_path):
         w = still[-1]
         assert line.strip() == (
             f"walk {w['walk']:.3f}, everywhere {w['everywhere']:.3f}, trees of 16 {w['tree_16']:.3f}, 32 "
-            f"{w['tree_32']:.3f}, 64 {w['tree_64']:.3f}; rounds that accept 1, 2 ... drafts "
+            f"{w['tree_32']:.3f}, 64 {w['tree_64']:.3f}; share of rounds with 1, 2 ... drafts right "
             + " ".join(f"{x:.2f}" for x in w["acceptance"]))
         assert metrics(tmp_path / name, "end")[-1]["eval_walk"] == w["walk"]
     keys = ("walk", "everywhere", "tree_16", "tree_32", "tree_64", "histogram", "acceptance", "blocks",
