@@ -58,8 +58,8 @@ def refuse(code, text):  # what a person has to mend
 def parse(argv):  # -> (options, command)
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(
-        usage="supervise.py [options] -- COMMAND ...  |  status RUN  |  stop RUN", allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, 2, 22, 110))
+        usage="supervise.py [options] -- COMMAND ...  |  status RUN  |  stop RUN   (limits in seconds)",
+        allow_abbrev=False, formatter_class=lambda prog: argparse.HelpFormatter(prog, 2, 22, 110))
     parser.error = lambda text: refuse(USAGE, text)
     for name, default, text in OPTIONS:
         kind = {"action": "store_true"} if default is False else {"type": type(default), "metavar": ""}
@@ -673,7 +673,7 @@ def main(argv):
     run = begin(folder, command, options)
     if options.plan:
         print(f"would run {shlex.join(command)}\nin {folder}, where {len(tree(run))} of its processes live\n"
-              f"left: {summary(run.state)[0]}; {vars(options)}")
+              f"restarts left: {summary(run.state)[0]}\nlimits:", *(f"{k}={v}" for k, v in vars(options).items()))
         return FINISHED
     run.owner = f"process {os.getpid()} since {time.strftime(CLOCK)}"
     owner = quietly(take, run) or refuse(USAGE, f"{folder}: cannot be written")
