@@ -673,7 +673,7 @@ def main(argv):
     run = begin(folder, command, options)
     if options.plan:
         print(f"would run {shlex.join(command)}\nin {folder}, where {len(tree(run))} of its processes live\n"
-              f"restarts left: {summary(run.state)[0]}\nlimits:", *(f"{k}={v}" for k, v in vars(options).items()))
+              f"left: {summary(run.state)[0]}\nlimits:", *(f"{k}={v}" for k, v in vars(options).items()))
         return FINISHED
     run.owner = f"process {os.getpid()} since {time.strftime(CLOCK)}"
     owner = quietly(take, run) or refuse(USAGE, f"{folder}: cannot be written")
