@@ -394,6 +394,10 @@ def tools_of(row):
 def prompt_key(asked):
     return " ".join(str(asked).lower().split())
 
+def is_held_out(key, fraction):
+    digest = hashlib.sha256(key.encode(errors="replace")).digest()  # a lone surrogate is no UTF-8
+    return int.from_bytes(digest[:8], "big") < fraction * 2**64
+
 def read_row(row, render, tokenizer, vocab, end_tokens):
     """One raw row -> (key, [(ids, supervised), ...]); key is the first prompt, so that all replies to it stay
     on one side of the held-out split. Raises ValueError (or what the template raises) with the reason why the
@@ -440,8 +444,7 @@ def tokenise_rows(batch, tokenizer, vocab, max_length, eval_fraction):
             problem = "not JSON"
         except Exception as e:  # templates raise what they like; one bad row is counted, named and skipped
             problem = first_line(e)[:60]
-        digest = hashlib.sha256(key.encode(errors="replace")).digest()  # a lone surrogate is no UTF-8
-        held_out = int.from_bytes(digest[:8], "big") < eval_fraction * 2**64
+        held_out = is_held_out(key, eval_fraction)
         for ids, supervised in made or [([], [])]:
             cut, note = len(ids) > max_length, problem
             ids, supervised = ids[:max_length], supervised[:max_length]
@@ -452,6 +455,14 @@ def tokenise_rows(batch, tokenizer, vocab, max_length, eval_fraction):
             out.append((ids, supervised, len(ids), sum(supervised), cut, held_out, note))
     names = ("input_ids", "loss_mask", "length", "supervised", "cut", "held_out", "note")
     return dict(zip(names, map(list, zip(*out))))
+
+def content_of(paths):
+    """A digest of these files: datasets goes by a file's date or a hub's commit, here rows count."""
+    content = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as f:
+            content.update(hashlib.file_digest(f, "sha256").digest())
+    return content.hexdigest()[:32]
 
 def load_rows(sources):
     """Files or hub ids -> a datasets.Dataset of raw rows each. JSONL is read as text lines, so that one
@@ -470,19 +481,15 @@ def load_rows(sources):
             raise UserError(f"--data {source}: the file is empty")
         try:
             if is_file:
-                with open(source, "rb") as f:  # datasets goes by a file's date; what counts is its content
-                    digest = hashlib.file_digest(f, "sha256").hexdigest()[:32]
+                digest = content_of([source])
                 # a byte that is not UTF-8 becomes \xNN, which is no JSON: that line alone is refused
                 part = datasets.load_dataset(
                     "parquet" if parquet else "text", data_files=source, split="train",
                     cache_dir=Path(datasets.config.HF_DATASETS_CACHE) / "by-content" / digest,
                     **({} if parquet else {"encoding_errors": "backslashreplace"}))
             else:
-                part, content = datasets.load_dataset(source, split="train"), hashlib.sha256()
-                for cached in part.cache_files:  # datasets goes by the commit, also one to the README
-                    with open(cached["filename"], "rb") as f:
-                        content.update(hashlib.file_digest(f, "sha256").digest())
-                digest = content.hexdigest()[:32]
+                part = datasets.load_dataset(source, split="train")
+                digest = content_of(cached["filename"] for cached in part.cache_files)
         except Exception as e:  # datasets raises a dozen types for what is, to the user, one thing
             why = first_line(e.__cause__ or e)
             raise UserError(f"--data {source}: cannot be read ({type(e).__name__}: {why})") from e
@@ -514,7 +521,8 @@ def prepare(cfg, tokenizer, vocab):
     limits = {"vocab": vocab, "max_length": cfg.max_length, "eval_fraction": cfg.eval_fraction}
     # All that decides a row's tokens is in the key, so that a stale cache cannot be met.
     code = [inspect.getsource(f) for f in (
-        without_none, clean_messages, reply_spans, tokenise, tools_of, prompt_key, read_row, tokenise_rows)]
+        without_none, clean_messages, reply_spans, tokenise, tools_of, prompt_key, is_held_out, read_row,
+        tokenise_rows)]
     whole = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab()
     rules = [code, tokenizer.chat_template, whole, limits]
     int32, boolean = datasets.Value("int32"), datasets.Value("bool")
@@ -1329,8 +1337,9 @@ class Reader:
             again, self.again = self.again, []
             self.read(again, last=1)
         again, self.again, self.block = len(self.again), [], self.again + tokens
-        at = torch.arange(self.length, self.length + len(self.block), device=self.device)
-        more = {"position_ids": at[None]} if self.placed else {}
+        more = {}
+        if self.placed:
+            more["position_ids"] = self.length + torch.arange(len(self.block), device=self.device)[None]
         if self.stateful and len(tokens) > 1:  # keys and values are never written in place, states are
             self.past = [{k: x if k in ("keys", "values") else copy.deepcopy(x)
                           for k, x in vars(layer).items()} for layer in self.cache.layers]
@@ -1402,6 +1411,12 @@ def head_logits(rows, ends):
     logits = (rows @ ends["head"].T.to(rows.dtype)).float()
     return ends["softcap"] * torch.tanh(logits / ends["softcap"]) if ends["softcap"] else logits
 
+def read_context(drafter, ends, cache, features, place):
+    """Write the keys and values of context rows, features [n, K*D], to every layer's cache at place [n]."""
+    for pair, new in zip(cache, drafter.context(features, ends["rope"][place])):
+        for kept, rows in zip(pair, new):
+            kept.index_copy_(0, place, rows)
+
 def draft_step(drafter, ends, cache, features, at, mask_id):
     """One round of drafting, fixed shapes: write the new context rows to the cache, draft -> logits [B-1, V].
 
@@ -1410,9 +1425,7 @@ def draft_step(drafter, ends, cache, features, at, mask_id):
     rows land past the context, where no draft sees them and the next round writes."""
     B, C = drafter.block, len(cache[0][0])
     place, S, anchor = at[:1] + torch.arange(B, device=at.device), at[1:2], at[2:]
-    for pair, new in zip(cache, drafter.context(features, ends["rope"][place])):
-        for kept, rows in zip(pair, new):
-            kept.index_copy_(0, place, rows)
+    read_context(drafter, ends, cache, features, place)
     attends = attentions(drafter, S * 0, S, C, dense=True)
     return head_logits(draft_rows(drafter, ends, cache, S, anchor, mask_id, attends)[0], ends)
 
@@ -1438,9 +1451,8 @@ class Draft:
         early, late = features[:-B], features[-B:]  # a round reads at most B tokens, a prompt more
         begin, self.length = self.length + len(early), self.length + len(features)
         if len(early):
-            there = slice(begin - len(early), begin)
-            for pair, new in zip(self.cache, d.context(early, self.ends["rope"][there])):
-                pair[0][there], pair[1][there] = new
+            place = torch.arange(begin - len(early), begin, device=features.device)
+            read_context(d, self.ends, self.cache, early, place)
         at = torch.tensor([begin, self.length, anchor], device=features.device)
         late = F.pad(late, (0, 0, 0, B - len(late)))
         return self.step(d, self.ends, self.cache, late, at, self.mask)
@@ -1498,7 +1510,7 @@ def lossless(reader, prompt, spec, spec_logits, plain, plain_logits):
     The reference is one-token decoding of the very prefix that was decoded: the plain run as far as it is the
     same, from there a run forced along the same tokens. noise: where both choose the same token, the largest
     difference between its logit read in a block and read alone."""
-    same = 1 + next((i for i, pair in enumerate(zip(spec, plain)) if len(set(pair)) > 1), len(spec))
+    same = 1 + next((i for i, (a, b) in enumerate(zip(spec, plain)) if a != b), len(spec))
     if same < len(spec):
         forced = decode(reader, prompt + spec[:same], len(spec) - same, (), forced=spec[same:])[2]
         plain_logits = plain_logits[:same] + forced
@@ -1757,7 +1769,7 @@ def follow(config, where):
     thetas = set(thetas)
     need(len(thetas) == 1, f"rope_theta has two values, {thetas}" if thetas else "rope_theta is missing")
     config["rope_theta"] = thetas.pop()
-    n, kinds = config["num_hidden_layers"], config.get("layer_types")
+    n = config["num_hidden_layers"]
     if inner.get("use_swa"):  # ModelOpt's spelling: every layer slides and sees its whole block
         config |= {"layer_types": ["sliding_attention"] * n, "is_causal": False,
                    "sliding_window": inner.get("swa_window_size")}
@@ -1861,6 +1873,11 @@ def identity(cfg, config, fingerprint):
             "kv_heads": config["num_key_value_heads"], "head_dim": config["head_dim"],
             "ffn": config["intermediate_size"],
             **{k: config["dflash_config"][k] for k in ("target_layer_ids", "mask_token_id")}}
+
+def recorded(out, key):
+    """What the config.json of the run in `out` holds under this key, a dict. UserError where it does not."""
+    with refused(f"--out {out}: its config.json is damaged, restore it or give another", DAMAGED):
+        return {**json.loads((out / "config.json").read_text())[key]}
 
 def check_identity(saved, now, where):
     for k in now:
@@ -2476,8 +2493,9 @@ def decoding_worker(seat, cfg, folder, documents, controls, stop):
 
     def maker(state, zero=False):
         drafter = Drafter(config)
-        drafter.initialise(cfg.seed + 1)
-        if state is not None:
+        if state is None:
+            drafter.initialise(cfg.seed + 1)
+        else:
             strict_load(drafter, state, folder)
         drafter.to(device, dtype).eval()
         return lambda length: Draft(drafter, ends, mask_token_id, length, zero, step)
@@ -3138,8 +3156,7 @@ def train(cfg, given, argv, stop):
         source = Path(cfg.init_from).resolve()
         source = source / "export" if (source / "export" / "config.json").exists() else source  # a run
         if not source.exists() and (out / "checkpoints" / "latest").exists():  # it has served
-            with refused(f"--out {out}: its config.json is damaged, restore it or give another", DAMAGED):
-                theirs = dict(json.loads((out / "config.json").read_text())["drafter"])
+            theirs = recorded(out, "drafter")
         else:
             with refused("--init-from", UserError):
                 theirs, _ = read_drafter(source)
@@ -3193,8 +3210,7 @@ def train(cfg, given, argv, stop):
     if before and cfg.resume == "never":
         raise UserError(f"--resume never, and {out} holds {len(before)} checkpoints: give another --out")
     if before:
-        with refused(f"--out {out}: its config.json is damaged, restore it or give another", DAMAGED):
-            check_identity(json.loads((out / "config.json").read_text())["identity"], now, f"--out {out}")
+        check_identity(recorded(out, "identity"), now, f"--out {out}")
         checkpoint = find_checkpoint(out)
     if checkpoint:
         saved = torch.load(checkpoint / "trainer.pt", "cpu", mmap=True)

@@ -9,7 +9,6 @@ these; held-out prompts are decoded with it, chain and trees. Each part goes on 
 """
 import argparse
 import gzip
-import hashlib
 import json
 import subprocess
 import sys
@@ -44,9 +43,7 @@ def write_prompts(path, copies, limit):
     """The prompts that are not held out, each `copies` times: held-out chats keep one greedy reply."""
     with gzip.open(CHATS, "rt") as f:
         prompts = [json.loads(line)["messages"][0]["content"] for line in f][:limit]
-    held_out = t.Config().eval_fraction * 2**64
-    kept = [p for p in prompts if int.from_bytes(
-        hashlib.sha256(t.prompt_key(p).encode()).digest()[:8], "big") >= held_out]
+    kept = [p for p in prompts if not t.is_held_out(t.prompt_key(p), t.Config().eval_fraction)]
     path.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in kept * copies))
 
 def main(arguments):
