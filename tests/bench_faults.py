@@ -22,9 +22,9 @@ from pathlib import Path
 import datasets
 import psutil
 import torch
-from conftest import finish, make_target, masters, metrics, run, start, until
+from conftest import finish, make_target, masters, metrics, run, start, until, workers_of
 from test_data import CHATML, byte_level, disguise, exchange, expected, learnable, lines, random_chat
-from test_faults import CONFIG, index_of, state, write_and_die
+from test_faults import CONFIG, state, write_and_die
 
 import train_dflash as t
 
@@ -54,8 +54,7 @@ def notice(tiny, out, who, number):
                     500, "--stall-timeout", STALL, "--save-every", 400, "--eval-every", 400)
     until(lambda: len(metrics(out, "train")) > 1)
     tree = psutil.Process(process.pid).children(recursive=True)
-    chosen = psutil.Process(process.pid) if who is None else next(
-        p for p in tree if "spawn_main" in " ".join(p.cmdline()) and index_of(p) == who)
+    chosen = psutil.Process(process.pid) if who is None else workers_of(process.pid)[who]
     begin = time.monotonic()
     chosen.send_signal(number)
     code, _, stderr = finish(process)

@@ -18,7 +18,7 @@ import psutil
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from conftest import masters
+from conftest import masters, workers_of
 from supervise_kit import SUPERVISE
 
 TRAINER = str(SUPERVISE.with_name("train_dflash.py"))
@@ -47,8 +47,7 @@ def soak(home, steps, save_every, draw):
         leader = json.loads((out / "state.json").read_text()).get("leader")
         if leader and psutil.pid_exists(leader):
             main = psutil.Process(leader)
-            workers = [p for p in main.children() if "spawn_main" in " ".join(p.cmdline())]
-            draw.choice([main, *workers]).send_signal(signal.SIGKILL)
+            draw.choice([main, *workers_of(leader)]).send_signal(signal.SIGKILL)
             kills += 1
     lines = map(json.loads, (calm / "metrics.jsonl").read_text().splitlines())
     host = [row["host_gib"] for row in lines if row["kind"] == "train"]

@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read as torch loads: spinning starves a busy host
@@ -135,6 +137,23 @@ def until(condition, seconds=120):
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)
     return value
+
+
+def workers_of(main):
+    """The workers of the trainer with that process id, in the order of its seats. A child that ends meanwhile
+    is none."""
+    found = []
+    for child in psutil.Process(main).children():
+        with suppress(psutil.NoSuchProcess):  # a zombie is one, too
+            if "spawn_main" in " ".join(child.cmdline()):
+                found.append(child)
+    return sorted(found, key=lambda p: (p.create_time(), p.pid))
+
+
+def lives(process):
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def metrics(out, kind=None):

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import finish, make_target, masters, metrics, run, start, until
+from conftest import finish, lives, make_target, masters, metrics, run, start, until, workers_of
 
 import train_dflash as t
 
@@ -103,13 +103,12 @@ def test_stopped_process_is_named(tiny, tmp_path, who):
                     "--eval-every", 400)
     until(lambda: metrics(out, "train"))
     tree = psutil.Process(process.pid).children(recursive=True)
-    chosen = next(p for p in tree if "spawn_main" in " ".join(p.cmdline()) and index_of(p) == (
-        0 if who == "target" else 2))
+    chosen = workers_of(process.pid)[0 if who == "target" else 2]
     chosen.suspend()
     code, _, stderr = finish(process)
     assert code == 1 and len(stderr.strip().splitlines()[-1]) < 400
     assert who in stderr.splitlines()[-1] and str(chosen.pid) in stderr.splitlines()[-1], stderr
-    until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in tree), 10)
+    until(lambda: not any(lives(p) for p in tree), 10)
 
 HANG = """
 import ctypes, json, multiprocessing, os, threading, time
@@ -145,12 +144,7 @@ def test_hanging_process_is_named(tiny, tmp_path, who, phase):
     tree = psutil.Process(process.pid).children(recursive=True)
     code, _, stderr = finish(process)
     assert code == 1 and who in stderr.splitlines()[-1].split(";")[0], stderr
-    until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in tree), 10)
-
-def index_of(process):
-    """The how-manieth worker it is: main starts them in the order of its seats."""
-    siblings = [p for p in process.parent().children() if "spawn_main" in " ".join(p.cmdline())]
-    return [p.pid for p in sorted(siblings, key=lambda p: (p.create_time(), p.pid))].index(process.pid)
+    until(lambda: not any(lives(p) for p in tree), 10)
 
 def test_full_disk(tiny, tmp_path):
     """Catches a save that a full disk turns into an end of training, a failure that is not said, and a run

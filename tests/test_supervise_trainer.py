@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import SMALL, make_target, masters, metrics, run
+from conftest import SMALL, make_target, masters, metrics, run, workers_of
 from supervise_kit import ROOT, SUPERVISE, alive, call, supervised, toy, until
 
 
@@ -31,8 +31,8 @@ def test_killed_three_times_and_there_in_the_morning(tiny, tmp_path):
             begin, wanted = len(metrics(s.dir, "train")), random.randint(1, 3)
             until(lambda n=begin + wanted: len(metrics(s.dir, "train")) >= n or s.events("end"), 120)
             leader = psutil.Process(s.leader())
-            workers = [p for p in leader.children() if "spawn_main" in " ".join(p.cmdline())]
-            random.choice([leader, *workers] if kills else [leader]).send_signal(signal.SIGKILL)
+            victims = [leader, *workers_of(leader.pid)] if kills else [leader]
+            random.choice(victims).send_signal(signal.SIGKILL)
             assert s.event("exit", kills + 1, 60)["step"] is not None
         assert s.ended(180) == 0
         assert metrics(s.dir, "end")[-1]["status"] == "finished" and len(metrics(s.dir, "restart")) >= 1

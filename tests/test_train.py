@@ -11,7 +11,7 @@ import sys
 import psutil
 import pytest
 import torch
-from conftest import SMALL, finish, masters, metrics, run, start, until
+from conftest import SMALL, finish, lives, masters, metrics, run, start, until, workers_of
 
 import train_dflash as t
 
@@ -129,14 +129,12 @@ def test_dead_worker_ends_the_run(tiny, tmp_path, who):
     )
     until(lambda: len(metrics(out, "train")) >= 2)
     family = psutil.Process(process.pid).children(recursive=True)
-    workers = [p for p in family if "spawn_main" in " ".join(p.cmdline())]
-    victim = sorted(workers, key=lambda p: p.create_time())[1 if who == "target" else -1]
-    victim.send_signal(signal.SIGKILL)
+    workers_of(process.pid)[1 if who == "target" else 3].send_signal(signal.SIGKILL)
     code, _, stderr = finish(process, 60)
     assert code == 1
     name = "target 1 (CPU process 1)" if who == "target" else "drafter 1 (CPU process 3)"
     assert stderr.splitlines()[-1] == f"train_dflash.py: {name} was killed by SIGKILL"
-    until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), 20)
+    until(lambda: not any(lives(p) for p in family), 20)
 
 
 def test_no_parent_no_children(tiny, tmp_path):
@@ -146,15 +144,11 @@ def test_no_parent_no_children(tiny, tmp_path):
         tiny, out, "--epochs", 500, "--device", "cpu", "--target-gpus", "0", "--drafter-gpus", "1,2"
     )
     until(lambda: len(metrics(out, "train")) >= 2)
-    workers = [
-        p
-        for p in psutil.Process(process.pid).children(recursive=True)
-        if "spawn_main" in " ".join(p.cmdline())
-    ]
+    workers = workers_of(process.pid)
     assert len(workers) == 3
     process.kill()
     finish(process)
-    until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in workers), 20)
+    until(lambda: not any(lives(p) for p in workers), 20)
 
 
 def test_second_run_on_a_folder_is_refused(tiny, tmp_path):
