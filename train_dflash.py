@@ -937,6 +937,14 @@ class Linear(nn.Linear):
     def forward(self, x):
         return F.linear(x, self.weight.to(x.dtype))
 
+def products(x, *matrices):
+    """x [T, in] through several matrices -> as many [T, out]. Masters are cast in any case, into one matrix
+    then: one product in place of several, and one for the gradient of x in place of as many and their sum."""
+    if matrices[0].weight.dtype == x.dtype:
+        return [matrix(x) for matrix in matrices]
+    weight = torch.cat([matrix.weight.to(x.dtype) for matrix in matrices])
+    return F.linear(x, weight).split([matrix.out_features for matrix in matrices], -1)
+
 class RMSNorm(nn.Module):
     def __init__(self, width, eps):
         super().__init__()
@@ -977,16 +985,16 @@ class Attention(nn.Module):
         self.o_proj = Linear(H * h, D)
         self.q_norm, self.k_norm = RMSNorm(h, eps), RMSNorm(h, eps)
 
-    def keys_values(self, x, rope, spread):
-        """[T, D] -> keys and values [T, G, h]; context rows and block rows go through the same matrices."""
-        k = self.k_proj(x).unflatten(-1, (-1, self.h))  # [T, G, h]
-        v = self.v_proj(x).unflatten(-1, (-1, self.h))  # [T, G, h]
+    def keys_values(self, k, v, rope, spread):
+        """Products [T, G*h] -> keys and values [T, G, h] of rows, those of the context or of the blocks."""
+        k, v = (y.unflatten(-1, (-1, self.h)) for y in (k, v))  # [T, G, h]
         return rotate(spread(self.k_norm(k)), rope), spread(v)
 
     def forward(self, x, rope, context, attend, spread, keep):
-        q = self.q_proj(x).unflatten(-1, (-1, self.h))
-        q = rotate(spread(self.q_norm(q)), rope)  # [Q, H, h]
-        own = self.keys_values(x, rope, spread)
+        q, k = products(x, self.q_proj, self.k_proj)  # not v as well: q and k are kept for backward, v is not
+        q = self.q_norm(q.unflatten(-1, (-1, self.h)))
+        q = rotate(spread(q), rope * self.h ** -0.5)  # [Q, H, h], scaled here: attention has less to do
+        own = self.keys_values(k, self.v_proj(x), rope, spread)
         k, v = (torch.cat(pair) for pair in zip(context, own))  # [S+Q, G, h]
         return self.o_proj(keep(attend(q, k, v).flatten(1)))  # [Q, H*h] -> [rows kept, D]
 
@@ -997,8 +1005,7 @@ class MLP(nn.Module):
 
     def forward(self, x, norm):
         def gate_and_up(x):
-            y = norm(x)
-            return self.gate_proj(y), self.up_proj(y)
+            return products(norm(x), self.gate_proj, self.up_proj)
 
         return recomputed(lambda a, b: self.down_proj(F.silu(a) * b), *recomputed(gate_and_up, x))
 
@@ -1049,8 +1056,10 @@ class Drafter(nn.Module):
 
     def context(self, features, rope):
         """features [T, K*D], rope [T, h] -> keys and values of every layer [(k, v)], each [T, G, h]."""
-        fused = self.hidden_norm(self.fc(features))  # [T, D]
-        return [layer.self_attn.keys_values(fused, rope, itself) for layer in self.layers]
+        fused, readers = self.hidden_norm(self.fc(features)), [layer.self_attn for layer in self.layers]
+        keys, values = (products(fused, *matrices) for matrices in (  # fused: [T, D]
+            [reader.k_proj for reader in readers], [reader.v_proj for reader in readers]))
+        return [reader.keys_values(k, v, rope, itself) for reader, k, v in zip(readers, keys, values)]
 
     def forward(self, anchor, mask, rope, context, attends):
         """anchor [N, D] and mask [1, D], the embeddings of the anchors and of the mask token; rope [N*B, h],
@@ -1121,10 +1130,11 @@ def block_mask(start, anchor, S, B, window, causal):
         mask_mod=lambda b, head, q, kv: visible(q, kv, start, anchor, S, B, window, causal))
 
 def flex_attend(mask):
-    """Attention over [T, heads, h] by flex_attention, the only path on CUDA."""
+    """Attention over [T, heads, h] by flex_attention, the only path on CUDA. q is scaled already."""
     def attend(q, k, v):
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, T, h]
-        out = flex_attention(q, k, v, block_mask=mask, enable_gqa=True, kernel_options={"BACKEND": "TRITON"})
+        out = flex_attention(q, k, v, block_mask=mask, scale=1.0, enable_gqa=True,
+                             kernel_options={"BACKEND": "TRITON"})
         return out[0].transpose(0, 1)  # [Q, H, h]
     return attend
 
@@ -1132,7 +1142,7 @@ def dense_attend(mask):
     """Attention with a dense bool mask [Q, T] (None: all visible): on a CPU, and of one block in decoding."""
     def attend(q, k, v):
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0, enable_gqa=True)
         return out[0].transpose(0, 1)
     return attend
 
