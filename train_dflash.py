@@ -49,6 +49,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 import zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -2875,6 +2876,7 @@ def worker(work, seat, args, stop, link):
     if os.getppid() == 1:
         os._exit(FAILED)  # the parent died before that line
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    warnings.filterwarnings("ignore", message="TensorFloat32")  # what is float32 here is meant to be
     from tqdm import tqdm
     tqdm.set_lock(threading.RLock())  # its default is a semaphore that a killed process would leave behind
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // seat.world))
