@@ -55,6 +55,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 
@@ -943,14 +944,7 @@ def capture(model, layers, taps, batch, features, mask_of=None):
 
 # ------------------------------------------------------------------------------------------------ drafter
 
-class Linear(nn.Linear):
-    """No bias; an fp32 master, cast to its input's dtype in the graph: autocast misses the compile cache."""
-
-    def __init__(self, inputs, outputs):
-        super().__init__(inputs, outputs, bias=False)
-
-    def forward(self, x):
-        return F.linear(x, self.weight.to(x.dtype))
+Linear = partial(nn.Linear, bias=False)
 
 class RMSNorm(nn.Module):
     def __init__(self, width, eps):
@@ -1086,6 +1080,28 @@ class Drafter(nn.Module):
             x = layer(x, rope, pair, attend, itself if i else spread,
                       itself if i + 1 < len(self.layers) else drafts)
         return self.norm(x).unflatten(0, (N, B - 1))  # [N, B-1, D]
+
+def computing(masters, dtype):
+    """The drafter that computes, over the norms of `masters`, and its matrices [(float32 master, in dtype)].
+
+    The graph casts nothing, and its gradients come in dtype; they are added up in float32 (backward). The
+    matrices follow their masters (follow_masters), or in float32 are the masters' own memory."""
+    matrices = [(m.weight, nn.Parameter(m.weight.detach().to(dtype))) for m in masters.modules()
+                if isinstance(m, nn.Linear)]
+    known = {id(p): p for p in masters.parameters()} | {id(master): made for master, made in matrices}
+    return copy.deepcopy(masters, known), matrices
+
+def backward(rows, gradient, matrices):
+    """Backward from drafter_step's rows: all gradients are added to those of the masters."""
+    rows.backward(gradient)
+    for master, made in matrices:
+        master.grad.add_(made.grad)
+        made.grad = None
+
+@torch.no_grad()
+def follow_masters(matrices):
+    for master, made in matrices:
+        made.copy_(master)
 
 # --------------------------------------------------------------------------------------- anchors and mask
 # Experiments with what a block may see belong here: one predicate, and tile bounds that must contain it.
@@ -2147,17 +2163,18 @@ def drafter_worker(seat, job, stop):
     ends, base = frozen_ends(model), model.base_model if both else None
     layers = decoder_layers(base) if both else None
     with torch.device("meta"):  # nn.Linear would draw a billion weights that nobody wants
-        drafter = Drafter(config)
-    drafter.to_empty(device=device)
+        masters = Drafter(config)
+    masters.to_empty(device=device)
     saved = torch.load(f"{job.checkpoint}/trainer.pt", "cpu", mmap=True) if job.checkpoint else None
     if saved:
-        drafter.load_state_dict(saved["masters"])
+        masters.load_state_dict(saved["masters"])
     elif cfg.init_from:
-        strict_load(drafter, read_drafter(cfg.init_from)[1], cfg.init_from)
+        strict_load(masters, read_drafter(cfg.init_from)[1], cfg.init_from)
     else:
-        drafter.initialise(cfg.seed)
+        masters.initialise(cfg.seed)
+    drafter, matrices = computing(masters, dtype)
     ends["rope"] = rotary(torch.arange(cfg.max_length + cfg.block, device=device), drafter.theta, drafter.h)
-    parameters = list(drafter.parameters())
+    parameters = list(masters.parameters())
     size = sum(p.numel() for p in parameters)
     # One flat buffer holds all gradients and, behind them, the counters with the loss divisor: one reduction.
     flat = torch.zeros(size + COUNTERS + 2 * (cfg.block - 1), device=device)
@@ -2173,7 +2190,7 @@ def drafter_worker(seat, job, stop):
 
     def keep_room():
         """Pinning takes seconds for each 10 GiB: done while the graph compiles, no save waits for it."""
-        for i, (name, p) in enumerate(drafter.named_parameters()):
+        for i, (name, p) in enumerate(masters.named_parameters()):
             for key in (("masters", name), (i, "exp_avg"), (i, "exp_avg_sq")):
                 kept[key] = torch.empty(p.shape, pin_memory=cuda)
 
@@ -2198,7 +2215,7 @@ def drafter_worker(seat, job, stop):
             begins = np.arange(cfg.tokens) - at
             rows, gradient, _ = run_graph(to_device({"positions": at, **blocks_of(
                 at, at >= 0, begins, begins + cfg.max_length, cfg.anchors, cfg.block, rng(0))}, device))
-            rows.backward(gradient)
+            backward(rows, gradient, matrices)
             del rows, gradient
             flat.zero_()
             torch.cuda.synchronize() if cuda else None
@@ -2312,7 +2329,7 @@ def drafter_worker(seat, job, stop):
             return {k: kept[name, k] for k in tensors}
 
         with timed("save"):
-            moments, masters = optimizer.state_dict(), on_host(drafter.state_dict(), "masters")
+            moments, weights = optimizer.state_dict(), on_host(masters.state_dict(), "masters")
             moments["state"] = {i: on_host(s, i) for i, s in moments["state"].items()}
         copied = torch.cuda.current_stream().record_event() if cuda else None
         trainer = {"optimizer": moments, "step": step, "micro_batches": m, "total": total, "accumulation": A,
@@ -2321,7 +2338,7 @@ def drafter_worker(seat, job, stop):
         def write(step=step):
             if cuda:
                 copied.synchronize()
-            write_checkpoint(out, step, config, masters, trainer, cfg.keep)
+            write_checkpoint(out, step, config, weights, trainer, cfg.keep)
 
         under_way.append((step, writer.submit(write)))
         tell("save", "", checkpoint=f"step-{step:08d}")
@@ -2348,7 +2365,7 @@ def drafter_worker(seat, job, stop):
                 spoilt.append((i, ~torch.isfinite(features.sum(-1, dtype=torch.float32))))
                 with timed("graph"):
                     rows, gradient, found = run_graph(batch["tensors"])
-                    rows.backward(gradient)  # adds to the views of `flat`
+                    backward(rows, gradient, matrices)  # adds to the views of `flat`
                     counters += found
                     del rows, gradient
             context_tokens += batch["tokens_used"]
@@ -2366,6 +2383,7 @@ def drafter_worker(seat, job, stop):
         optimizer.param_groups[0]["lr"] = rate = learning_rate(cfg, m, total)
         with timed("optimizer"):
             optimizer.step()
+            follow_masters(matrices)
         step, m = step + 1, min(m + D * A, total)
         summed += torch.where(torch.isfinite(counters), counters, 0)
         skipped = (~ok & (divisor != 0)).float()
@@ -2462,7 +2480,7 @@ def drafter_worker(seat, job, stop):
             raise OSError(f"the last checkpoint is missing: {error}")
         if m >= total:
             made = Path(tempfile.mkdtemp(prefix=".export.", dir=out))
-            export(made, config, drafter.state_dict())
+            export(made, config, masters.state_dict())
             made.chmod(0o755)
             shutil.rmtree(out / "export", ignore_errors=True)
             made.rename(out / "export")

@@ -64,31 +64,34 @@ def matmul_tflops():
     torch.cuda.synchronize()
     return 2 * 8192**3 / statistics.median(x.elapsed_time(y) for x, y in itertools.pairwise(marks)) / 1e9
 
-def forward_backward(step, drafter, ends, features, batch):
-    """What the trainer does with one micro-batch once its features are there."""
+def forward_backward(step, drafter, matrices, ends, features, batch):
+    """What the trainer does with one micro-batch once its features are there, and what it does with the
+    matrices after an optimizer step."""
     arrays = t.to_device(batch, features.device.type).values()
     rows, gradient, _ = step(drafter, ends, features, *arrays, 7, "dflash", 7.0)
-    rows.backward(gradient)
+    t.backward(rows, gradient, matrices)
+    t.follow_masters(matrices)
 
 def measure(name, shape, device, repeats):
     draw, cuda, config = np.random.default_rng(0), device == "cuda", config_of(shape)
     dtype = t.compute_dtype(device)
     first, S = batch_of(shape, draw)
-    drafter = t.Drafter(config).to(device)
+    masters = t.Drafter(config).to(device)
     with torch.device(device):
         torch.manual_seed(0)
         ends = {"embed": torch.randn(shape["V"], shape["D"], dtype=dtype), "embed_scale": 1.0, "softcap": 0.0,
                 "rope": t.rotary(torch.arange(S + shape["B"]), 1e6, shape["h"]),
                 "head": torch.randn(shape["V"], shape["D"], dtype=dtype) / 64}
         features = torch.randn(S, 5 * shape["D"], dtype=dtype)
-    for p in drafter.parameters():
+    for p in masters.parameters():
         p.grad = torch.zeros_like(p)
+    drafter, matrices = t.computing(masters, dtype)
     step = torch.compile(t.drafter_step, fullgraph=True, dynamic=False) if cuda else t.drafter_step
 
     def first_call():
         torch._dynamo.reset()
         begin = time.perf_counter()
-        forward_backward(step, drafter, ends, features, first)
+        forward_backward(step, drafter, matrices, ends, features, first)
         torch.cuda.synchronize() if cuda else None
         return time.perf_counter() - begin
 
@@ -99,7 +102,7 @@ def measure(name, shape, device, repeats):
         torch.cuda.reset_peak_memory_stats()
     batches, marks = [batch_of(shape, draw)[0] for _ in range(repeats)], []
     for batch in batches:
-        forward_backward(step, drafter, ends, features, batch)
+        forward_backward(step, drafter, matrices, ends, features, batch)
         marks.append(torch.cuda.Event(enable_timing=True) if cuda else time.perf_counter())
         marks[-1].record() if cuda else None
     torch.cuda.synchronize() if cuda else None

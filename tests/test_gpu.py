@@ -49,9 +49,17 @@ def random_batch(draw, S, N, B, V, longest):
     return {"positions": np.arange(S) - begin, **t.blocks_of(ids, supervised, begin, end, N, B, draw)}
 
 
-def run_step(step, drafter, ends, batch, features, loss):
+def computing(masters, dtype):
+    for p in masters.parameters():
+        p.grad = torch.zeros_like(p)
+    return masters, *t.computing(masters, dtype)
+
+
+def run_step(step, computing, ends, batch, features, loss):
     """One step on the device and in the dtype of `features` -> (counters, gradients by name)."""
-    drafter.zero_grad()
+    masters, drafter, matrices = computing
+    for p in masters.parameters():
+        p.grad.zero_()
     x = t.to_device(batch, features.device.type)
     rows, gradient, counters = step(
         drafter,
@@ -66,8 +74,8 @@ def run_step(step, drafter, ends, batch, features, loss):
         loss,
         4.0,
     )
-    rows.backward(gradient)
-    return counters.double().cpu(), {k: p.grad.double().cpu().clone() for k, p in drafter.named_parameters()}
+    t.backward(rows, gradient, matrices)
+    return counters.double().cpu(), {k: p.grad.double().cpu().clone() for k, p in masters.named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -103,7 +111,7 @@ def test_compiled_step_equals_float64(loss, window, causal, B, h):
     exact.load_state_dict({k: v.double() for k, v in drafter.state_dict().items()})
     want = run_step(
         t.drafter_step,
-        exact,
+        computing(exact, torch.float64),
         {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in ends.items()},
         batch,
         features.double(),
@@ -112,7 +120,7 @@ def test_compiled_step_equals_float64(loss, window, causal, B, h):
     step = torch.compile(t.drafter_step, fullgraph=True, dynamic=False)
     have = run_step(
         step,
-        drafter.cuda(),
+        computing(drafter.cuda(), torch.bfloat16),
         {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in ends.items()},
         batch,
         features.cuda(),
@@ -131,8 +139,9 @@ def test_one_graph_for_every_micro_batch():
     warm-up another shape is an error and not a second graph, and nothing ever runs dense."""
     draw, S, N, B = np.random.default_rng(0), 1024, 64, 8
     torch._dynamo.reset()
-    drafter = t.Drafter(geometry()).cuda()
-    drafter.initialise(0)
+    masters = t.Drafter(geometry()).cuda()
+    masters.initialise(0)
+    drafter = computing(masters, torch.bfloat16)
     ends = {
         "embed": torch.randn(1000, 256).bfloat16().cuda(),
         "head": torch.randn(1000, 256).bfloat16().cuda(),
@@ -167,7 +176,7 @@ def test_graph_break_is_an_error():
         torch._dynamo.graph_break()
         return t.drafter_step(*args)
 
-    drafter = t.Drafter(geometry()).cuda()
+    drafter = computing(t.Drafter(geometry()).cuda(), torch.bfloat16)
     ends = {
         "embed": torch.randn(1000, 256).bfloat16().cuda(),
         "head": torch.randn(1000, 256).bfloat16().cuda(),
