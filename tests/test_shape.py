@@ -27,7 +27,6 @@ def test_limits():
         "UserError",
         "Diverged",
         "Documents",
-        "Linear",
         "RMSNorm",
         "Attention",
         "MLP",
