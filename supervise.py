@@ -135,13 +135,13 @@ CAUSES = (  # label, what gives it away in the root line
     ("nccl-timeout", r"Watchdog caught|NCCL.*(time-?out|timed out)"),
     ("nan", r"Diverged|(loss|gradient)\S* (is|are|was) (nan|not finite|non-finite)"))
 RETRIES = {"cuda-oom": 1, "dense-attention": 1, "nan": 1, "bad-checkpoint": 1, "import": 1}  # else --max-same
-WORDS = {"host-oom": "the kernel's count of OOM kills moved", "SIGKILL": "who sent it is unknown", "fx-trace":
-         "compiled attention was refused as another thread of the process traced; a dense OOM only follows"}
+WORDS = {"host-oom": ": the kernel's count of OOM kills moved", "SIGKILL": ": sender unknown", "fx-trace":
+         ": another thread's tracing made compiled attention refuse, a dense OOM only follows"}
 def cause_of(code, root, text="", ended="", oom_killed=False):  # -> label. ended: by us, hang or nan, or ""
-    codes = {-s: s.name for s in signal.Signals} | {DIVERGED: "nan", USAGE: "usage"}
+    codes = {-s: s.name for s in signal.Signals} | {DIVERGED: "nan", USAGE: "usage", STOPPED: "stop"}
     known = next((label for label, pattern in CAUSES if re.search(pattern, root)), codes.get(code, "error"))
     known = "fx-trace" if "using FX to symbolically trace" in text else known
-    return "host-oom" if oom_killed else ended or known
+    return "host-oom" if oom_killed and "SIGKILL" in root + exit_words(code) else ended or known
 
 SHOWN = "memory.total memory.used utilization.gpu temperature.gpu power.draw power.limit".split()
 APPS, CORE = "gpu_uuid pid process_name used_gpu_memory".split(), "timestamp index uuid name".split() + SHOWN
@@ -241,10 +241,10 @@ def exit_words(code, core=False):
         f"was killed by {name} (exit {128 - code}{', core dumped' * core})")
 def story(a):  # an attempt as a plain dict -> how it ended, in words
     text = f"attempt {a['number']}, {span(a['up'])}" + f", step {a['step']}" * (a["step"] is not None)
-    text += ", no gain" * (a["gain"] is False) + f" ({a['strays']} processes outlived it)" * (a["strays"] > 0)
+    text += ", no gain" * bool(a["gain"] is False and a["code"])
+    text += f" ({a['strays']} processes outlived it)" * (a["strays"] > 0)
     text += f": it {a['words'] or exit_words(a['code'], a['core'])}" + f": {a['root']}" * bool(a["root"])
-    why = f"{a['cause']}: {WORDS[a['cause']]}" if a["cause"] in WORDS else a["cause"]
-    return text + f" [{why}]" * bool(a["code"])
+    return text + f" [{a['cause']}{WORDS.get(a['cause'], '')}]" * bool(a["code"])
 def decide(history, limits, now, stop=0):
     """The newest attempt is over -> (relaunch, finished, stopped or give up; exit code; delay; a sentence).
     history: plain dicts, the oldest first; now: by the clock of their start; stop: a person's signal or 0."""
@@ -528,20 +528,20 @@ def one_attempt(run):  # start the command, be there until nothing of it is left
         note(run, ended or "stop", words or f"to save and end in {grace:g} s; again kills it", stacks=stack)
         end_in_order(run, [run.leader], grace, alive)
     up, by_us = time.monotonic() - a["start"], alive()
-    killed, unkillable = sweep(run)
+    (killed, unkillable), words = sweep(run), words or "was killed, as asked" * by_us
     wait_for(run, lambda: run.pipe is None, DRAIN)
     run.pipe = run.pipe and os.close(run.pipe)
     look(run)
     p, best, lines = run.p, run.state["best"], lines_of(bytes(run.output.ring))
     code = -signal.SIGKILL if alive() else os.waitstatus_to_exitcode(run.status)
     process, root = root_line(text := "\n".join(lines), run.pattern)
-    cause = cause_of(code, root, text, ended, "SIGKILL" in root + exit_words(code) and oom_kills() > run.oom)
-    last = next((x[:500] for x in lines[::-1] if x.strip() and code), "")
+    cause = cause_of(code, root, text, ended or "stop" * by_us, oom_kills() > run.oom)
+    last = next((f"last line: {x[:500]}" for x in lines[::-1] if x.strip() and code), "")
     root = f"{process}: {root}" if process else root or last
     gain = True if (p["top"] or 0) > best else False if p["known"] and not p["wrapped"] else None
     a |= {"up": up, "code": code, "core": os.WCOREDUMP(run.status or 0), "ended": ended, "words": words,
-          "root": root, "cause": cause, "unkillable": unkillable, "gain": gain, "strays": len(killed) - by_us,
-          "gpus": "", "first": p["first"], "step": p["top"], "total": p["total"],
+          "root": root, "cause": cause, "unkillable": unkillable, "gain": gain, "gpus": "",
+          "strays": len(killed) * (not by_us), "first": p["first"], "step": p["top"], "total": p["total"],
           "signature": f"{cause} {p['phase'] if ended else re.sub('0x[0-9a-f]+|[0-9]+', '#', root)[:200]}",
           "wasted": 0.0 if gain is None or not code else time.monotonic() - (p["gained"] or a["start"]),
           "done_missing": bool(options.done) and not (run.folder / options.done).exists()}
@@ -565,7 +565,7 @@ def gpus_back(run):  # wait until the GPUs are well and hold no more than before
     return why * bool(g.first and not run.asked)
 def end_leftover(run):  # what a killed supervisor left alive is ended first, in order: there are never two
     if left := tree(run):
-        note(run, "leftover", f"{len(left)} processes have lost their supervisor, they are ended: {left[0]}")
+        note(run, "leftover", f"processes that lost their supervisor are ended: {[p.pid for p in left]}")
         told = run.state["leader"] in {p.pid for p in left}  # the death of its supervisor sent it a SIGTERM
         roots = [] if told else [p for p in left if quietly(p.parent) not in left]
         end_in_order(run, roots, run.options.grace, lambda: tree(run))
@@ -665,7 +665,7 @@ def main(argv):
     if argv[:1] in (["status"], ["stop"]):
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # nobody has to wait for a stop
         text = len(argv) == 2 and quietly(status if argv[0] == "status" else stop, Path(argv[1]))
-        return print(text or refuse(USAGE, "it needs a run folder, with records that can be read, and yours"))
+        return print(text or refuse(USAGE, f"{' '.join(argv)}: it needs a run folder, yours and whole"))
     options, command = parse(argv)
     folder, there = run_folder(options, command), os.path.exists(command[0])
     if not shutil.which(command[0]):

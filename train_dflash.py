@@ -43,6 +43,9 @@ import re
 import resource
 import shutil
 import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the imports below run: no traceback
 import subprocess
 import sys
 import tempfile
@@ -56,6 +59,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 
@@ -215,6 +219,7 @@ def check(cfg):
          f"--max-length {cfg.max_length} is more than --tokens {cfg.tokens}: a row must fit its micro-batch")
     need(not cfg.sliding_window or cfg.sliding_window >= cfg.block,
          f"--sliding-window {cfg.sliding_window} is smaller than --block {cfg.block}")
+    need(cfg.tree <= 1024, f"--tree {cfg.tree}: a tree is read in one pass, give 1024 nodes or fewer")
     need(not 0 < cfg.temperature < 0.01, f"--temperature {cfg.temperature}: 0, or 0.01 and more")
     need(all(cfg.data), "--data: an empty name, give files or hub datasets")
     need(cfg.full_layers <= cfg.layers, f"--full-layers {cfg.full_layers}: there are {cfg.layers} layers")
@@ -478,7 +483,7 @@ def load_rows(sources):
         if os.path.exists(source) and not is_file:
             raise UserError(f"--data {source}: neither .jsonl, .json nor .parquet (.gz may follow)")
         if is_file and not os.path.isfile(source):
-            raise UserError(f"--data {source}: no such file")
+            raise UserError(f"--data {source}: no such file" + ", it is a folder" * Path(source).is_dir())
         if is_file and not os.path.getsize(source):
             raise UserError(f"--data {source}: the file is empty")
         try:
@@ -551,7 +556,7 @@ def prepare(cfg, tokenizer, vocab):
               f"{notes.total():,} dropped" + "".join(f"; {n:,} x {note}" for note, n in notes.most_common(12))
               + f"; {tokens:,} tokens, {learnt / max(tokens, 1):.1%} supervised")
     if not (good & ~held).any():
-        raise UserError(f"nothing left to train on. {report}")
+        raise UserError(f"--data {' '.join(cfg.data)}: nothing left to train on. {report}")
     plans = [pack(column["length"], np.flatnonzero(good & (held == side)), cfg.tokens, cfg.seed)
              for side in (False, True)]
     fingerprint = hashlib.sha256(" ".join(p._fingerprint for p in parts).encode()).hexdigest()[:16]
@@ -1763,7 +1768,8 @@ def read_drafter(folder):
     """An exported folder -> (config, state dict), in both styles of published config. UserError."""
     from safetensors.torch import load_file
 
-    with refused(f"{folder}: no drafter there"):  # safetensors' own error is no ValueError
+    what = f"{folder}: no drafter that can be read, name another folder"
+    with refused(what):  # safetensors' own error is no ValueError
         config = json.loads((Path(folder) / "config.json").read_text())
         config = {k: v for k, v in config.items() if v is not None}  # a null says no more than an absence
         state = load_file(Path(folder) / "model.safetensors")
@@ -2672,7 +2678,7 @@ def make_demo(cfg, out, seat, stop):
 def show_demo(cfg, given, out, begin, at, stop):
     """Decode held-out prompts with the new drafter and its controls, say what came out -> (code, reason).
     at: the step and micro-batch where training ended."""
-    cfg = dataclasses.replace(cfg, evaluate=str(out), new_tokens=128)
+    cfg = dataclasses.replace(cfg, evaluate=str(out), **{} if "new_tokens" in given else {"new_tokens": 128})
     heartbeat(out, "evaluating", *at)
     code, reason, values = evaluate(cfg, given, stop, controls=True)
     if code == DONE:
@@ -2888,8 +2894,9 @@ def draw_curves(folder):
 
 def worker(work, seat, args, stop, link):
     """The frame of every child. It reports once, ("done", result) or ("failed", code, text), and goes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only main acts on signals
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):  # only main acts on them
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no parent, no child
     if os.getppid() == 1:
         os._exit(FAILED)  # the parent died before that line
@@ -2920,11 +2927,13 @@ def run_workers(works, stop, patient=True, stall=math.inf):
     which the process that stopped first has failed; the others only wait for it.
     """
     context = torch.multiprocessing.get_context("spawn")
-    children, results = [], [None] * len(works)
+    children, results, ends = [], [None] * len(works), {signal.SIGINT, signal.SIGTERM}
     environment, cores = dict(os.environ), len(os.sched_getaffinity(0))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     works = [(work, dataclasses.replace(seat, alive=context.RawValue("d")), args)
              for work, seat, args in works]
+    resource_tracker.ensure_running()  # it would unblock the signals below
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # until a child ignores them; ours are not lost meanwhile
     for work, seat, args in works:
         if seat.device == "cuda":  # each sees one GPU: all are cuda:0 and share one compile-cache entry
             os.environ["CUDA_VISIBLE_DEVICES"] = visible[seat.gpu].strip() if visible[0] else str(seat.gpu)
@@ -2937,6 +2946,7 @@ def run_workers(works, stop, patient=True, stall=math.inf):
         child.start()
         theirs.close()
         children.append((child, ours))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ends)
     os.environ.clear()
     os.environ.update(environment)
     try:
@@ -3248,6 +3258,9 @@ def train(cfg, given, argv, stop):
     if before:
         check_identity(recorded(out, "identity"), now, f"--out {out}")
         checkpoint = find_checkpoint(out)
+        if not checkpoint:
+            raise UserError(f"--out {out}: none of its {len(before)} checkpoints is whole: restore one, or "
+                            "give another")
     if checkpoint:
         saved = torch.load(checkpoint / "trainer.pt", "cpu", mmap=True)
         check_identity(saved["identity"], now, str(checkpoint))

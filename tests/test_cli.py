@@ -71,6 +71,7 @@ def test_flags_are_refused_with_value_and_remedy(capsys, tiny, tmp_path):
         capsys, "--data", chats
     )
     assert "no such folder" in refuse(capsys, "--evaluate", tmp_path / "nowhere")
+    assert "--tree 99999" in refuse(capsys, "--evaluate", tmp_path, "--tree", 99999)
 
 
 def test_modes_and_their_files(capsys, tiny, tmp_path):

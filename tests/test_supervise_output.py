@@ -324,7 +324,8 @@ def test_output_of_a_killed_child_is_not_lost(tmp_path, monkeypatch):
     for name, env, kept in (("unset", None, True), ("set", {"PYTHONUNBUFFERED": ""}, False)):
         with supervised(tmp_path, "--max-same 0", command, env=env, name=name) as run:
             run.ended()
-            assert (b"last words" in run.log()) is kept is (run.events("exit")[0]["root"] == "last words")
+            root = run.events("exit")[0]["root"]
+            assert (b"last words" in run.log()) is kept is (root == "last line: last words")
 
 # ------------------------------------------------------------------------------------------ a tree that lives
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -276,6 +277,27 @@ def test_broken_checkpoint_is_named_and_passed_over(tiny, tmp_path, straight, ca
     assert "step-00000008 is broken and skipped" in stdout and "going on from step-00000006" in stdout
     same(masters(out), masters(straight))
     assert any(p.name.startswith("broken-") for p in (out / "checkpoints").iterdir())
+    export = (out / "export" / "model.safetensors").read_bytes()
+    for folder in (out / "checkpoints").glob("step-*"):
+        (folder / "trainer.pt").write_bytes(b"")
+    assert "checkpoints is whole: restore one" in run(tiny, out, "--max-steps", 12, code=2)[1]
+    assert (out / "export" / "model.safetensors").read_bytes() == export
+
+
+@pytest.mark.parametrize("when", ["main imports", "workers import"])
+def test_interrupted_while_importing(tiny, tmp_path, when):
+    """Catches a Ctrl-C, which a terminal sends to every process, that meets one before it has its handlers:
+    main then ends at once, workers leave it to main. Never a traceback."""
+    process = start(tiny, tmp_path / "run", "--max-steps", 500, "--device", "cpu")
+    if when == "main imports":
+        until(lambda: b"libtorch" in Path(f"/proc/{process.pid}/maps").read_bytes())
+        process.send_signal(signal.SIGINT)
+    else:
+        for one in (*until(lambda: workers_of(process.pid)), process):
+            one.send_signal(signal.SIGINT)
+    code, _, stderr = finish(process)
+    assert code == (-signal.SIGINT if when == "main imports" else 75), stderr
+    assert "Traceback" not in stderr and "Interrupt" not in stderr
 
 
 def test_demo_stopped_while_it_teaches(tmp_path):
