@@ -64,6 +64,7 @@ from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -2750,9 +2751,9 @@ def replies_worker(seat, cfg, jobs, stop):
     torch.manual_seed(int(rng(cfg.seed, len(jobs), seat.index).integers(2**62)))  # a restart draws anew
     longest = min(cfg.max_length, getattr(text, "max_position_embeddings", None) or cfg.max_length)
     h = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    row_bytes = 4 * text.num_hidden_layers * text.num_key_value_heads * h * longest
-    free = torch.cuda.mem_get_info()[0] if device == "cuda" else 4 << 30
-    size = int(max(1, min(1024 if device == "cuda" else 32, free / 4 // row_bytes)))
+    row_bytes = 2 * model.dtype.itemsize * text.num_hidden_layers * text.num_key_value_heads * h * longest
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
+    size = int(max(1, min(1024 if device == "cuda" else 128, free / 4 // row_bytes)))
 
     def prompt_of(chat):
         try:
