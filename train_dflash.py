@@ -2920,19 +2920,11 @@ def worker(work, seat, args, stop, link):
 def is_stopped(child):
     return Path(f"/proc/{child.pid}/stat").read_text().rpartition(") ")[2][0] == "T"
 
-def run_workers(works, stop, patient=True, stall=math.inf):
-    """Spawn [(function, seat, args)], wait, end them all -> (exit code, reason, [result of each or None]).
-
-    The first failure decides. Targets are not waited for: they hold nothing once every drafter is done.
-    patient: a first signal is the workers' to obey; else it ends them. stall: seconds without progress after
-    which the process that stopped first has failed; the others only wait for it.
-    """
-    context = torch.multiprocessing.get_context("spawn")
-    children, results, ends = [], [None] * len(works), {signal.SIGINT, signal.SIGTERM}
+def start_workers(works, stop):
+    """Spawn [(function, seat, args)] -> [(process, the end of its pipe)]."""
+    context, children, ends = torch.multiprocessing.get_context("spawn"), [], {signal.SIGINT, signal.SIGTERM}
     environment, cores = dict(os.environ), len(os.sched_getaffinity(0))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    works = [(work, dataclasses.replace(seat, alive=context.RawValue("d")), args)
-             for work, seat, args in works]
     resource_tracker.ensure_running()  # it would unblock the signals below
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # until a child ignores them; ours are not lost meanwhile
     for work, seat, args in works:
@@ -2950,6 +2942,19 @@ def run_workers(works, stop, patient=True, stall=math.inf):
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ends)
     os.environ.clear()
     os.environ.update(environment)
+    return children
+
+def run_workers(works, stop, patient=True, stall=math.inf):
+    """Spawn [(function, seat, args)], wait, end them all -> (exit code, reason, [result of each or None]).
+
+    The first failure decides. Targets are not waited for: they hold nothing once every drafter is done.
+    patient: a first signal is the workers' to obey; else it ends them. stall: seconds without progress after
+    which the process that stopped first has failed; the others only wait for it.
+    """
+    context = torch.multiprocessing.get_context("spawn")
+    works = [(work, dataclasses.replace(seat, alive=context.RawValue("d")), args)
+             for work, seat, args in works]
+    children, results = start_workers(works, stop), [None] * len(works)
     try:
         waiting, failures, halted, deadline = dict(enumerate(children)), [], {}, math.inf
         while any(results[i] is None for i, (_, seat, _) in enumerate(works) if seat.role != "target"):
