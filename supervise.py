@@ -137,7 +137,7 @@ CAUSES = (  # label, what gives it away in the root line
 RETRIES = {"cuda-oom": 1, "dense-attention": 1, "nan": 1, "bad-checkpoint": 1, "import": 1}  # else --max-same
 WORDS = {"host-oom": ": the kernel's count of OOM kills moved", "SIGKILL": ": sender unknown", "fx-trace":
          ": another thread's tracing made compiled attention refuse, a dense OOM only follows"}
-def cause_of(code, root, text="", ended="", oom_killed=False):  # -> label. ended: by us, hang or nan, or ""
+def cause_of(code, root, text="", ended="", oom_killed=False):  # ended: by us, hang, nan, stop or ""
     codes = {-s: s.name for s in signal.Signals} | {DIVERGED: "nan", USAGE: "usage", STOPPED: "stop"}
     known = next((label for label, pattern in CAUSES if re.search(pattern, root)), codes.get(code, "error"))
     known = "fx-trace" if "using FX to symbolically trace" in text else known

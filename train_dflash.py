@@ -131,6 +131,7 @@ class Config:
     each_turn: bool = flag(False, "... every turn of a chat, not the last alone")
 
 DONE, USAGE, STOPPED, DIVERGED, FAILED = 0, 2, 75, 76, 1  # exit codes, design.md 6
+ENDS = signal.SIGINT, signal.SIGTERM  # ask for an end; main obeys them, no child does
 TILE = 128  # flex_attention's block: the Triton backward on sm_90 takes no smaller one (pytorch.md 6)
 CPU_DENSE_LIMIT = 6 << 30  # bytes that dense attention may take on a CPU
 EVAL_BATCHES = 32  # held-out micro-batches of one evaluation, at most
@@ -771,15 +772,17 @@ def taps_of(cfg, n_layers):
         raise UserError(f"--target-layer-ids {cfg.target_layer_ids}: give layers 0-{n_layers - 1}, each once")
     return taps
 
+def head_size(text):
+    text.allow_global_per_layer_attribute_access = True  # Gemma 4 asks, its layers differ in head size
+    return getattr(text, "head_dim", None) or text.hidden_size // getattr(text, "num_attention_heads", 32)
+
 def drafter_config(cfg, text, taps, mask_token_id):
     """The drafter's config.json: all that a serving engine reads, and all that Drafter is built from.
 
     The geometry follows the target; mixture-of-experts and head-256 targets get the published 32/8 heads of
     128 and an FFN of 3 D. The drafter itself always rotates plainly over the whole head."""
-    text.allow_global_per_layer_attribute_access = True  # Gemma 4 asks, its layers differ in head size
-    D, H = text.hidden_size, getattr(text, "num_attention_heads", 32)
+    h, D, H = head_size(text), text.hidden_size, getattr(text, "num_attention_heads", 32)
     experts = any(getattr(text, k, None) for k in ("num_experts", "num_local_experts", "n_routed_experts"))
-    h = getattr(text, "head_dim", None) or D // H
     odd = experts or h > 128
     H = cfg.heads or (32 if odd else H)
     G = cfg.kv_heads or (8 if odd else getattr(text, "num_key_value_heads", None) or H)
@@ -896,7 +899,7 @@ def packed_reading(base, layers, cfg, text):
         *(x for tiles in packed_tiles(begin, w) for x in listed(tiles)), BLOCK_SIZE=TILE, mask_mod=rule(w))
         for w in set(windows.values())}
 
-    options = forward_tiles(getattr(text, "head_dim", None))
+    options = forward_tiles(head_size(text))
     options = {"kernel_options": options} if options else {}
 
     def mask_of(begins):
@@ -1769,8 +1772,7 @@ def read_drafter(folder):
     """An exported folder -> (config, state dict), in both styles of published config. UserError."""
     from safetensors.torch import load_file
 
-    what = f"{folder}: no drafter that can be read, name another folder"
-    with refused(what):  # safetensors' own error is no ValueError
+    with refused(f"{folder}: no drafter that can be read"):  # safetensors' own error is no ValueError
         config = json.loads((Path(folder) / "config.json").read_text())
         config = {k: v for k, v in config.items() if v is not None}  # a null says no more than an absence
         state = load_file(Path(folder) / "model.safetensors")
@@ -2750,8 +2752,8 @@ def replies_worker(seat, cfg, jobs, stop):
     jobs = jobs[seat.index::seat.D]
     torch.manual_seed(int(rng(cfg.seed, len(jobs), seat.index).integers(2**62)))  # a restart draws anew
     longest = min(cfg.max_length, getattr(text, "max_position_embeddings", None) or cfg.max_length)
-    h = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    row_bytes = 2 * model.dtype.itemsize * text.num_hidden_layers * text.num_key_value_heads * h * longest
+    row_bytes = head_size(text) * text.num_key_value_heads * 2 * model.dtype.itemsize  # of a token and layer
+    row_bytes *= text.num_hidden_layers * longest
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
     size = int(max(1, min(1024 if device == "cuda" else 128, free / 4 // row_bytes)))
 
@@ -2901,9 +2903,9 @@ def draw_curves(folder):
 
 def worker(work, seat, args, stop, link):
     """The frame of every child. It reports once, ("done", result) or ("failed", code, text), and goes."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # only main acts on them
+    for number in ENDS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no parent, no child
     if os.getppid() == 1:
         os._exit(FAILED)  # the parent died before that line
@@ -2928,11 +2930,11 @@ def is_stopped(child):
 
 def start_workers(works, stop):
     """Spawn [(function, seat, args)] -> [(process, the end of its pipe)]."""
-    context, children, ends = torch.multiprocessing.get_context("spawn"), [], {signal.SIGINT, signal.SIGTERM}
+    context, children = torch.multiprocessing.get_context("spawn"), []
     environment, cores = dict(os.environ), len(os.sched_getaffinity(0))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     resource_tracker.ensure_running()  # it would unblock the signals below
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # until a child ignores them; ours are not lost meanwhile
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)  # until a child ignores them; ours are not lost meanwhile
     for work, seat, args in works:
         if seat.device == "cuda":  # each sees one GPU: all are cuda:0 and share one compile-cache entry
             os.environ["CUDA_VISIBLE_DEVICES"] = visible[seat.gpu].strip() if visible[0] else str(seat.gpu)
@@ -2945,7 +2947,7 @@ def start_workers(works, stop):
         child.start()
         theirs.close()
         children.append((child, ours))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ends)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
     os.environ.clear()
     os.environ.update(environment)
     return children
@@ -3333,7 +3335,7 @@ def main(argv):
     def on_signal(number, frame):
         stop.value = number + 100 * bool(stop.value)  # the first asks, the second insists
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, on_signal) for number in ENDS}
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the tokenising processes are the parallelism
     try:
         cfg, given = parse(argv)

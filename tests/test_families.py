@@ -64,7 +64,9 @@ def family(request, tmp_path_factory):
     config, folder = FAMILIES[request.param](), tmp_path_factory.mktemp("family") / "target"
     wrapper = "wrapper" in request.param
     auto = tf.AutoModelForImageTextToText if wrapper else tf.AutoModelForCausalLM
-    torch.manual_seed(int.from_bytes(os.urandom(4), "big"))
+    seed = int.from_bytes(os.urandom(4), "big")
+    print(f"weights of {request.param}: torch.manual_seed({seed})")
+    torch.manual_seed(seed)
     model = auto.from_config(config).float()
     for name, p in model.named_parameters():  # what a family begins with at 0 or 1 must matter too
         if p.dim() < 2 and "A_log" not in name:

@@ -49,15 +49,15 @@ def random_batch(draw, S, N, B, V, longest):
     return {"positions": np.arange(S) - begin, **t.blocks_of(ids, supervised, begin, end, N, B, draw)}
 
 
-def computing(masters, dtype):
+def learner_of(masters, dtype):
     for p in masters.parameters():
         p.grad = torch.zeros_like(p)
     return masters, *t.computing(masters, dtype)
 
 
-def run_step(step, computing, ends, batch, features, loss):
+def run_step(step, learner, ends, batch, features, loss):
     """One step on the device and in the dtype of `features` -> (counters, gradients by name)."""
-    masters, drafter, matrices = computing
+    masters, drafter, matrices = learner
     for p in masters.parameters():
         p.grad.zero_()
     x = t.to_device(batch, features.device.type)
@@ -111,7 +111,7 @@ def test_compiled_step_equals_float64(loss, window, causal, B, h):
     exact.load_state_dict({k: v.double() for k, v in drafter.state_dict().items()})
     want = run_step(
         t.drafter_step,
-        computing(exact, torch.float64),
+        learner_of(exact, torch.float64),
         {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in ends.items()},
         batch,
         features.double(),
@@ -120,7 +120,7 @@ def test_compiled_step_equals_float64(loss, window, causal, B, h):
     step = torch.compile(t.drafter_step, fullgraph=True, dynamic=False)
     have = run_step(
         step,
-        computing(drafter.cuda(), torch.bfloat16),
+        learner_of(drafter.cuda(), torch.bfloat16),
         {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in ends.items()},
         batch,
         features.cuda(),
@@ -141,7 +141,7 @@ def test_one_graph_for_every_micro_batch():
     torch._dynamo.reset()
     masters = t.Drafter(geometry()).cuda()
     masters.initialise(0)
-    drafter = computing(masters, torch.bfloat16)
+    drafter = learner_of(masters, torch.bfloat16)
     ends = {
         "embed": torch.randn(1000, 256).bfloat16().cuda(),
         "head": torch.randn(1000, 256).bfloat16().cuda(),
@@ -176,7 +176,7 @@ def test_graph_break_is_an_error():
         torch._dynamo.graph_break()
         return t.drafter_step(*args)
 
-    drafter = computing(t.Drafter(geometry()).cuda(), torch.bfloat16)
+    drafter = learner_of(t.Drafter(geometry()).cuda(), torch.bfloat16)
     ends = {
         "embed": torch.randn(1000, 256).bfloat16().cuda(),
         "head": torch.randn(1000, 256).bfloat16().cuda(),
