@@ -59,6 +59,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
@@ -70,6 +71,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 # ------------------------------------------------------------------------------------------------- Config
@@ -842,15 +844,25 @@ def tap(layers, taps):
         lambda module, inputs, out, t=t: caught.update({t: out[0] if isinstance(out, tuple) else out}))
         for t in set(taps)]
 
-@torch.compiler.assume_constant_result
 def is_hopper():
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
-def forward_tiles(h):
-    """flex_attention's options for heads of size h here. Heads of 128 on Hopper: 27 ms a layer of shape S,
-    torch's own choice 38 (H200). Of 18 choices for backward none gained more than 1%."""
-    return {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 128, "fwd_num_stages": 3, "fwd_num_warps": 8,
-            "fwd_USE_TMA": True} if h == 128 and is_hopper() else {}
+def attention_choices(h):
+    """flex_attention's kernel options for heads of size h here, the fastest first, the sure one last.
+
+    Heads of 128 on Hopper, ms a layer of shape S, forward + backward, H200: torch's own tiles 38 + 88, these
+    28 + 88 (of 18 for backward none gained more than 1%), FlashAttention 4 where it is installed 21 + 59."""
+    if h != 128 or not is_hopper():
+        return [{"BACKEND": "TRITON"}]
+    tiles = {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 128, "fwd_num_stages": 3, "fwd_num_warps": 8}
+    return [{"BACKEND": "FLASH"}] * has_flash() + [{"BACKEND": "TRITON", **tiles, "fwd_USE_TMA": True}]
+
+def has_flash():
+    """FlashAttention 4 as of b26: before, its backward was garbage now and then (flash-attention #2756)."""
+    try:
+        return TorchVersion(version("flash-attn-4")) >= "4.0.0b26"
+    except PackageNotFoundError:
+        return False
 
 def listed(tiles):
     """Tiles [rows, columns] bool -> how many a row hold something, their columns first, for a BlockMask."""
@@ -872,10 +884,10 @@ def stateful_kinds(text):
     """The kinds of layers of this config that keep more than keys and values: recurrent ones have a state."""
     return {*(getattr(text, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
 
-def packed_reading(base, layers, cfg, text):
+def packed_reading(base, layers, cfg, text, options):
     """For a target of nothing but attention: make it read a whole micro-batch as one row, documents packed,
-    each decoder layer compiled for that one shape -> a function (begin [S] on the device) -> the attention
-    mask and options, arguments of the target.
+    each decoder layer compiled for that one shape, flex_attention with these options -> a function (begin
+    [S] on the device) -> the arguments of the target that say so.
 
     The masks' tensors are rewritten in place: layers compiled once stay compiled. transformers gives them to
     flex_attention as they are. UserError for a target that has other layers."""
@@ -899,9 +911,6 @@ def packed_reading(base, layers, cfg, text):
         *(x for tiles in packed_tiles(begin, w) for x in listed(tiles)), BLOCK_SIZE=TILE, mask_mod=rule(w))
         for w in set(windows.values())}
 
-    options = forward_tiles(head_size(text))
-    options = {"kernel_options": options} if options else {}
-
     def mask_of(begins):
         begin.copy_(begins)
         for w, mask in masks.items():
@@ -909,7 +918,7 @@ def packed_reading(base, layers, cfg, text):
             for old, new in ((mask.kv_num_blocks, count), (mask.kv_indices, order),
                              (mask.full_kv_num_blocks, full_count), (mask.full_kv_indices, full_order)):
                 old.copy_(new)
-        return {**options, "attention_mask": masks[0] if set(masks) == {0} else (
+        return {"kernel_options": options, "attention_mask": masks[0] if set(masks) == {0} else (
             masks[window] if len(kinds) == 1 else {kind: masks[w] for kind, w in windows.items()})}
 
     base.set_attn_implementation("flex_attention")
@@ -1040,6 +1049,7 @@ class Drafter(nn.Module):
         H, G, h = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
         self.theta, self.h, self.kinds = config["rope_theta"], h, config["layer_types"]
         self.block, self.window = config["block_size"], config.get("sliding_window") or 0
+        self.options = attention_choices(h)[-1]
         self.causal = [config.get("is_causal", kind == "sliding_attention") for kind in self.kinds]
         self.fc = Linear(len(config["dflash_config"]["target_layer_ids"]) * D, D)
         self.hidden_norm, self.norm = RMSNorm(D, eps), RMSNorm(D, eps)
@@ -1160,10 +1170,9 @@ def block_mask(start, anchor, S, B, window, causal):
         *listed(partial), *listed(full), BLOCK_SIZE=TILE, seq_lengths=(Q, S + Q),
         mask_mod=lambda b, head, q, kv: visible(q, kv, start, anchor, S, B, window, causal))
 
-def flex_attend(mask):
+def flex_attend(mask, options):
     """Attention over [T, heads, h] by flex_attention, the only path on CUDA. q is scaled already."""
     def attend(q, k, v):
-        options = {"BACKEND": "TRITON", **forward_tiles(q.shape[-1])}
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, T, h]
         out = flex_attention(q, k, v, block_mask=mask, scale=1.0, enable_gqa=True, kernel_options=options)
         return out[0].transpose(0, 1)  # [Q, H, h]
@@ -1183,7 +1192,8 @@ def attentions(drafter, start, anchor, S, dense=False):
     B, made = drafter.block, {}
     for window, causal in set(drafter.rules()):
         if start.is_cuda and not dense:
-            made[window, causal] = flex_attend(block_mask(start, anchor, S, B, window, causal))
+            made[window, causal] = flex_attend(
+                block_mask(start, anchor, S, B, window, causal), drafter.options)
         else:
             Q = anchor.shape[0] * B
             q, kv = (torch.arange(count, device=start.device) for count in (Q, S + Q))
@@ -1205,6 +1215,7 @@ def slot_weights(ce, valid, loss, gamma):
     return prefix.flip(1).cumsum(1).flip(1) * valid
 
 CHUNK = 2 ** 29  # logits at a time: 1 GiB of bf16
+LOG2E = math.log2(math.e)
 
 def head_and_loss(rows, head, labels, valid, loss, gamma, softcap, chunk=CHUNK):
     """Cross-entropy through the frozen head, in chunks, with its gradient: full logits never exist.
@@ -1223,15 +1234,16 @@ def head_and_loss(rows, head, labels, valid, loss, gamma, softcap, chunk=CHUNK):
         logits = (flat @ head.T).float()  # [n*(B-1), V]
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
-        # Two passes over the logits: one finds maximum and sum, the other makes gradient and argmax.
+        # One kernel finds maximum and sum, another makes gradient and argmax. Both are bound by arithmetic:
+        # powers of 2, the shift and the factor in the exponent, are 1.24 ms a GiB of bf16, not 1.61 (H200).
         top = logits.amax(-1, keepdim=True)
-        e = torch.exp(logits - top)
-        total = e.sum(-1, keepdim=True)
+        total = torch.exp2(LOG2E * logits - LOG2E * top).sum(-1, keepdim=True)
         ce = (top + total.log() - logits.gather(1, y1)).view_as(ok)
         hit = (torch.where(logits == top, vocabulary, V).amin(-1, keepdim=True) == y1).view_as(ok)
         weights = slot_weights(ce, ok, loss, gamma)
-        share, w = weights.view(-1, 1) / total, weights.view(-1, 1)  # one division a row
-        d = torch.where(vocabulary == y1, e * share - w, e * share)
+        w = weights.view(-1, 1)
+        e = torch.exp2(LOG2E * logits + (torch.log2(w / total) - LOG2E * top))  # w times softmax
+        d = torch.where(vocabulary == y1, e - w, e)
         if softcap:
             d = d * (1 - (logits / softcap).square())
         parts.append((ce, weights, hit, (d.to(head.dtype) @ head).view_as(x)))
@@ -2035,26 +2047,29 @@ def fast_reading(base, layers, taps, job, features, tell):
     batch = {"lengths": np.bincount(at // longest), "tokens_used": cfg.tokens, "positions": at % longest,
              "ids": rng(0).integers(0, job.config["vocab_size"], cfg.tokens)}
     usual, forwards = base.config._attn_implementation, [layer.forward for layer in layers]
+    text = base.config.get_text_config()
     capture(base, layers, taps, batch, features)
     plain = features.float()
-    try:
-        mask_of = packed_reading(base, layers, cfg, base.config.get_text_config())
-        capture(base, layers, taps, batch, features, mask_of)
-        # bf16 noise grows with depth: 5% over taps 1 to 33 of an 8B-like model with random weights
-        errors = ((features - plain).unflatten(1, (len(taps), -1)).norm(dim=-1)
-                  / plain.unflatten(1, (len(taps), -1)).norm(dim=-1)).mean(0).tolist()
-        for t, error in zip(taps, errors):
-            if not error < min(0.01 * (t + 1), 0.25):
-                raise RuntimeError(f"the features of layer {t} differ by {error:.1%}")
-        tell("the target reads packed rows, its layers compiled; from plain reading its features differ by "
-             + ", ".join(f"{error:.1%}" for error in errors))
-        return mask_of
-    except Exception as e:  # whatever a family's code does under the compiler, the plain way is right
-        base.set_attn_implementation(usual)
-        for layer, forward in zip(layers, forwards):
-            layer.forward = forward
-        tell(f"the target reads padded rows, not compiled ({first_line(e)})")
-        return None
+    for options in attention_choices(head_size(text)):
+        try:
+            mask_of = packed_reading(base, layers, cfg, text, options)
+            capture(base, layers, taps, batch, features, mask_of)
+            # bf16 noise grows with depth: 5% over taps 1 to 33 of an 8B-like model with random weights
+            errors = ((features - plain).unflatten(1, (len(taps), -1)).norm(dim=-1)
+                      / plain.unflatten(1, (len(taps), -1)).norm(dim=-1)).mean(0).tolist()
+            for t, error in zip(taps, errors):
+                if not error < min(0.01 * (t + 1), 0.25):
+                    raise RuntimeError(f"the features of layer {t} differ by {error:.1%}")
+            tell(f"the target reads packed rows, its layers compiled, attention by {options['BACKEND']}; "
+                 "from plain reading its features differ by " + ", ".join(f"{x:.1%}" for x in errors))
+            return mask_of
+        except Exception as e:  # whatever a family's code does under the compiler, the plain way is right
+            base.set_attn_implementation(usual)
+            for layer, forward in zip(layers, forwards):
+                layer.forward = forward
+            tell(f"the target does not read packed rows, attention by {options['BACKEND']} ({first_line(e)})")
+    tell("the target reads padded rows, not compiled")
+    return None
 
 def target_worker(seat, job, stop):
     """Run the target over the micro-batches m = index mod T and hand the features to drafter m mod D."""
@@ -2101,6 +2116,7 @@ def target_worker(seat, job, stop):
 
 # ------------------------------------------------------------------------------------------ drafter worker
 
+GRAPH_OPTIONS = {"triton.descriptive_names": False}  # of torch.compile
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "B300": 2250}  # dense bf16, data sheets
 
 def to_device(batch, device):
@@ -2110,6 +2126,50 @@ def to_device(batch, device):
     if device != "cuda":
         return host
     return {k: x.pin_memory().to(device, non_blocking=True) for k, x in host.items()}
+
+def attention_errors(drafter, options, rule, start, anchor, S, H, G):
+    """Relative errors of flex_attention with these options, of its output and the gradients of q, k and v,
+    against dense attention in float32: the run's own shape, random values, one tile of rows.
+
+    The names of kernels are their hashes: FlashAttention finds what it compiles here when the graph runs."""
+    (window, causal), B, Q = rule, drafter.block, len(anchor) * drafter.block
+    mask_of = partial(block_mask, S=S, B=B, window=window, causal=causal)
+    attend = torch.compile(
+        lambda q, k, v, start, anchor: flex_attend(mask_of(start, anchor), options)(q, k, v),
+        fullgraph=True, dynamic=False, options=GRAPH_OPTIONS)
+    draw = torch.Generator(start.device).manual_seed(0)
+    q, k, v, gradient = (
+        torch.randn(rows, heads, drafter.h, device=start.device, generator=draw).bfloat16()
+        for rows, heads in ((Q, H), (S + Q, G), (S + Q, G), (TILE, H)))
+    q = q * drafter.h ** -0.5
+    row = torch.arange(TILE, device=start.device) + Q // TILE // 2 * TILE  # a tile in the middle
+    kv = torch.arange(S + Q, device=start.device)
+    seen = visible(row[:, None], kv, start, anchor, S, B, window, causal)
+    found = []
+    for function, inputs in ((lambda q, k, v: attend(q, k, v, start, anchor)[row], (q, k, v)),
+                             (dense_attend(seen), (q[row].float(), k.float(), v.float()))):
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        out = function(*inputs)
+        out.backward(gradient.to(out.dtype))
+        grads = [x.grad.float() for x in inputs]
+        found.append([out.detach().float(), grads[0][row] if len(grads[0]) == Q else grads[0], *grads[1:]])
+    return [((x - y).norm() / y.norm()).item() for x, y in zip(*found)]
+
+def fast_attention(drafter, start, anchor, S, H, G, tell):
+    """The fastest of attention_choices() that is right here, see attention_errors(). Torch's own needs no
+    proof. What fails is said."""
+    *fast, sure = attention_choices(drafter.h)
+    for options in fast:
+        try:
+            errors = [x for rule in sorted(set(drafter.rules()))
+                      for x in attention_errors(drafter, options, rule, start, anchor, S, H, G)]
+            if not max(errors) < 0.01:  # bf16 alone: 0.0024
+                raise RuntimeError(f"it is off by {max(errors):.1%}")
+            tell(f"the drafter's attention by {options['BACKEND']}, within {max(errors):.2%} of float32")
+            return options
+        except Exception as e:  # an experimental backend of another package: whatever it is, it is said
+            tell(f"the drafter's attention is not by {options['BACKEND']} ({first_line(e)})")
+    return sure
 
 def open_tracker(cfg, out):
     """-> a function (kind, values) that logs to Weights & Biases. Training never depends on it: its first
@@ -2211,19 +2271,25 @@ def drafter_worker(seat, job, stop):
     mask_of = None
     if both and cuda:
         mask_of = fast_reading(base, layers, taps, job, features, say if lead else itself)
-    graph = torch.compile(drafter_step, fullgraph=True, dynamic=False) if cuda else drafter_step
+    graph = torch.compile(drafter_step, fullgraph=True, dynamic=False,
+                          options=GRAPH_OPTIONS) if cuda else drafter_step
 
     def run_graph(x):
         return graph(drafter, ends, features, *x.values(), mask_token_id, cfg.loss, gamma)
 
     beat("compiling")
     begin = time.perf_counter()
+    at = np.arange(cfg.tokens) % cfg.max_length  # the longest documents, all of them supervised
+    begins = np.arange(cfg.tokens) - at
+    first = to_device({"positions": at, **blocks_of(
+        at, at >= 0, begins, begins + cfg.max_length, cfg.anchors, cfg.block, rng(0))}, device)
     for turn in (True, False):
         if lead == turn:
-            at = np.arange(cfg.tokens) % cfg.max_length  # the longest documents, all of them supervised
-            begins = np.arange(cfg.tokens) - at
-            rows, gradient, _ = run_graph(to_device({"positions": at, **blocks_of(
-                at, at >= 0, begins, begins + cfg.max_length, cfg.anchors, cfg.block, rng(0))}, device))
+            if cuda:
+                drafter.options = fast_attention(
+                    drafter, first["start"], first["anchor"], cfg.tokens, config["num_attention_heads"],
+                    config["num_key_value_heads"], say if lead else itself)
+            rows, gradient, _ = run_graph(first)
             backward(rows, gradient, matrices)
             del rows, gradient
             flat.zero_()
@@ -2914,6 +2980,10 @@ def worker(work, seat, args, stop, link):
     from tqdm import tqdm
     tqdm.set_lock(threading.RLock())  # its default is a semaphore that a killed process would leave behind
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // seat.world))
+    if seat.device == "cuda":
+        with suppress(ImportError):  # torch's own, not public: its compile workers start while models load
+            from torch._inductor.async_compile import maybe_warm_pool
+            maybe_warm_pool()
     try:
         link.send(("done", work(seat, *args, stop)))
     except (UserError, Diverged) as e:
@@ -3307,7 +3377,10 @@ def train(cfg, given, argv, stop):
               f"{out}")
 
         # --- one process per GPU
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str((out.parent / ".compile_cache").resolve()))
+        cache = str((out.parent / ".compile_cache").resolve())
+        for name, value in (("TORCHINDUCTOR_CACHE_DIR", cache), ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", cache),
+                            ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")):
+            os.environ.setdefault(name, value)
         with tempfile.TemporaryDirectory() as folder:
             job = Job(cfg, config, documents, out, f"{folder}/meeting", str(checkpoint or ""), now, step, m,
                       total, min(len(documents.held_out[1]) - 1, EVAL_BATCHES))

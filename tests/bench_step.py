@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -86,11 +87,16 @@ def measure(name, shape, device, repeats):
     for p in masters.parameters():
         p.grad = torch.zeros_like(p)
     drafter, matrices = t.computing(masters, dtype)
-    step = torch.compile(t.drafter_step, fullgraph=True, dynamic=False) if cuda else t.drafter_step
+    step = torch.compile(t.drafter_step, fullgraph=True, dynamic=False,
+                         options=t.GRAPH_OPTIONS) if cuda else t.drafter_step
 
     def first_call():
         torch._dynamo.reset()
         begin = time.perf_counter()
+        if cuda:
+            x = t.to_device(first, device)
+            drafter.options = t.fast_attention(drafter, x["start"], x["anchor"], S, shape["H"], shape["G"],
+                                               partial(print, file=sys.stderr))
         forward_backward(step, drafter, matrices, ends, features, first)
         torch.cuda.synchronize() if cuda else None
         return time.perf_counter() - begin
@@ -114,8 +120,9 @@ def measure(name, shape, device, repeats):
     matmul = matmul_tflops() if cuda else None
     print(json.dumps({
         "bench": "step", "shape": name, "device": torch.cuda.get_device_name() if cuda else "cpu",
-        "torch": str(torch.__version__), "ms": round(seconds * 1e3, 1),
-        "spread_ms": round(max(times) - min(times), 1), "context_tokens_per_s": round(S / seconds),
+        "torch": str(torch.__version__), "attention": drafter.options["BACKEND"],
+        "ms": round(seconds * 1e3, 1), "spread_ms": round(max(times) - min(times), 1),
+        "context_tokens_per_s": round(S / seconds),
         "draft_rows_per_s": round(rows / seconds), "tflops": round(flops / seconds / 1e12, 1),
         "matmul_tflops": matmul and round(matmul, 1),
         "of_matmul": matmul and round(flops / seconds / 1e12 / matmul, 3),
@@ -130,7 +137,8 @@ if __name__ == "__main__":
     parser.add_argument("--repeats", type=int, default=50)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        os.environ |= {"TORCHINDUCTOR_CACHE_DIR": cache, "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": cache,
+                       "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
         names = [n for name in arguments.shape for n in (COST if name == "cost" else [name])]
         for shape_name in names:
             measure(shape_name, (SHAPES | COST)[shape_name], "cuda" if torch.cuda.is_available() else "cpu",
