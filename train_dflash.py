@@ -962,7 +962,14 @@ def capture(model, layers, taps, batch, features, mask_of=None):
 
 # ------------------------------------------------------------------------------------------------ drafter
 
-Linear = partial(nn.Linear, bias=False)
+class Linear(nn.Linear):
+    """No bias; an fp32 master, cast to its input's dtype in the graph: autocast misses the compile cache."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype))
 
 class RMSNorm(nn.Module):
     def __init__(self, width, eps):
@@ -1099,28 +1106,6 @@ class Drafter(nn.Module):
             x = layer(x, rope, pair, attend, itself if i else spread,
                       itself if i + 1 < len(self.layers) else drafts)
         return self.norm(x).unflatten(0, (N, B - 1))  # [N, B-1, D]
-
-def computing(masters, dtype):
-    """The drafter that computes, over the norms of `masters`, and its matrices [(float32 master, in dtype)].
-
-    The graph casts nothing, and its gradients come in dtype; they are added up in float32 (backward). The
-    matrices follow their masters (follow_masters), or in float32 are the masters' own memory."""
-    matrices = [(m.weight, nn.Parameter(m.weight.detach().to(dtype))) for m in masters.modules()
-                if isinstance(m, nn.Linear)]
-    known = {id(p): p for p in masters.parameters()} | {id(master): made for master, made in matrices}
-    return copy.deepcopy(masters, known), matrices
-
-def backward(rows, gradient, matrices):
-    """Backward from drafter_step's rows: all gradients are added to those of the masters."""
-    rows.backward(gradient)
-    for master, made in matrices:
-        master.grad.add_(made.grad)
-        made.grad = None
-
-@torch.no_grad()
-def follow_masters(matrices):
-    for master, made in matrices:
-        made.copy_(master)
 
 # --------------------------------------------------------------------------------------- anchors and mask
 # Experiments with what a block may see belong here: one predicate, and tile bounds that must contain it.
@@ -2232,18 +2217,17 @@ def drafter_worker(seat, job, stop):
     ends, base = frozen_ends(model), model.base_model if both else None
     layers = decoder_layers(base) if both else None
     with torch.device("meta"):  # nn.Linear would draw a billion weights that nobody wants
-        masters = Drafter(config)
-    masters.to_empty(device=device)
+        drafter = Drafter(config)
+    drafter.to_empty(device=device)
     saved = torch.load(f"{job.checkpoint}/trainer.pt", "cpu", mmap=True) if job.checkpoint else None
     if saved:
-        masters.load_state_dict(saved["masters"])
+        drafter.load_state_dict(saved["masters"])
     elif cfg.init_from:
-        strict_load(masters, read_drafter(cfg.init_from)[1], cfg.init_from)
+        strict_load(drafter, read_drafter(cfg.init_from)[1], cfg.init_from)
     else:
-        masters.initialise(cfg.seed)
-    drafter, matrices = computing(masters, dtype)
+        drafter.initialise(cfg.seed)
     ends["rope"] = rotary(torch.arange(cfg.max_length + cfg.block, device=device), drafter.theta, drafter.h)
-    parameters = list(masters.parameters())
+    parameters = list(drafter.parameters())
     size = sum(p.numel() for p in parameters)
     # One flat buffer holds all gradients and, behind them, the counters with the loss divisor: one reduction.
     flat = torch.zeros(size + COUNTERS + 2 * (cfg.block - 1), device=device)
@@ -2259,7 +2243,7 @@ def drafter_worker(seat, job, stop):
 
     def keep_room():
         """Pinning takes seconds for each 10 GiB: done while the graph compiles, no save waits for it."""
-        for i, (name, p) in enumerate(masters.named_parameters()):
+        for i, (name, p) in enumerate(drafter.named_parameters()):
             for key in (("masters", name), (i, "exp_avg"), (i, "exp_avg_sq")):
                 kept[key] = torch.empty(p.shape, pin_memory=cuda)
 
@@ -2290,7 +2274,7 @@ def drafter_worker(seat, job, stop):
                     drafter, first["start"], first["anchor"], cfg.tokens, config["num_attention_heads"],
                     config["num_key_value_heads"], say if lead else itself)
             rows, gradient, _ = run_graph(first)
-            backward(rows, gradient, matrices)
+            rows.backward(gradient)
             del rows, gradient
             flat.zero_()
             torch.cuda.synchronize() if cuda else None
@@ -2404,7 +2388,7 @@ def drafter_worker(seat, job, stop):
             return {k: kept[name, k] for k in tensors}
 
         with timed("save"):
-            moments, weights = optimizer.state_dict(), on_host(masters.state_dict(), "masters")
+            moments, masters = optimizer.state_dict(), on_host(drafter.state_dict(), "masters")
             moments["state"] = {i: on_host(s, i) for i, s in moments["state"].items()}
         copied = torch.cuda.current_stream().record_event() if cuda else None
         trainer = {"optimizer": moments, "step": step, "micro_batches": m, "total": total, "accumulation": A,
@@ -2413,7 +2397,7 @@ def drafter_worker(seat, job, stop):
         def write(step=step):
             if cuda:
                 copied.synchronize()
-            write_checkpoint(out, step, config, weights, trainer, cfg.keep)
+            write_checkpoint(out, step, config, masters, trainer, cfg.keep)
 
         under_way.append((step, writer.submit(write)))
         tell("save", "", checkpoint=f"step-{step:08d}")
@@ -2440,7 +2424,7 @@ def drafter_worker(seat, job, stop):
                 spoilt.append((i, ~torch.isfinite(features.sum(-1, dtype=torch.float32))))
                 with timed("graph"):
                     rows, gradient, found = run_graph(batch["tensors"])
-                    backward(rows, gradient, matrices)  # adds to the views of `flat`
+                    rows.backward(gradient)  # adds to the views of `flat`
                     counters += found
                     del rows, gradient
             context_tokens += batch["tokens_used"]
@@ -2458,7 +2442,6 @@ def drafter_worker(seat, job, stop):
         optimizer.param_groups[0]["lr"] = rate = learning_rate(cfg, m, total)
         with timed("optimizer"):
             optimizer.step()
-            follow_masters(matrices)
         step, m = step + 1, min(m + D * A, total)
         summed += torch.where(torch.isfinite(counters), counters, 0)
         skipped = (~ok & (divisor != 0)).float()
@@ -2555,7 +2538,7 @@ def drafter_worker(seat, job, stop):
             raise OSError(f"the last checkpoint is missing: {error}")
         if m >= total:
             made = Path(tempfile.mkdtemp(prefix=".export.", dir=out))
-            export(made, config, masters.state_dict())
+            export(made, config, drafter.state_dict())
             made.chmod(0o755)
             shutil.rmtree(out / "export", ignore_errors=True)
             made.rename(out / "export")
@@ -2826,21 +2809,15 @@ def replies_worker(seat, cfg, jobs, stop):
     room, most = free / 4 / (token_bytes * text.num_hidden_layers), 1024 if device == "cuda" else 128
 
     def prompt_of(chat):
-        if "prompt" in chat:
-            return chat["prompt"]
-        try:
-            prompt = tokenizer.apply_chat_template(
-                chat["turns"], tools=chat["tools"], add_generation_prompt=True, return_dict=False)
-        except Exception as e:  # templates raise what they like; one bad row is counted, named and skipped
-            problems[first_line(e)[:60]] += 1
-            return []
-        problems["no room below --max-length"] += len(prompt) >= longest
-        return prompt
-
-    def fill_in(chats):
-        for chat in chats:
-            chat["prompt"] = prompt_of(chat)
-        return [chat["prompt"] for chat in chats]
+        if "prompt" not in chat:
+            chat["prompt"] = []
+            try:
+                chat["prompt"] = tokenizer.apply_chat_template(
+                    chat["turns"], tools=chat["tools"], add_generation_prompt=True, return_dict=False)
+            except Exception as e:  # templates raise what they like; one bad row is counted, named, skipped
+                problems[first_line(e)[:60]] += 1
+            problems["no room below --max-length"] += len(chat["prompt"]) >= longest
+        return chat["prompt"]
 
     def write(chat):
         lines = [*chat["lines"], [chat[k] for k in ("told", "ids", "mask", "finished")]]
@@ -2857,12 +2834,12 @@ def replies_worker(seat, cfg, jobs, stop):
     with open(cfg.replies, "ab", buffering=0) as f, ThreadPoolExecutor(1) as clerk:
         while chats and not stop.value:
             seat.moves()
-            prompts, size, replies, again = fill_in(chats[:most]), most, {}, []
+            prompts, size, replies, again = [*map(prompt_of, chats[:most])], most, {}, []
             while size > 1 and size * cache_length(prompts[:size], cfg.new_tokens) > room:
                 size //= 2  # what is equal is compiled once
             batch, chats = chats[:size], chats[size:]
             # 1,024 templates take 0.4 s: a batch's are filled in while the one before is answered
-            ready = clerk.submit(fill_in, chats[:most])
+            ready = clerk.submit(lambda coming: [*map(prompt_of, coming)], chats[:most])
             left = [longest - len(prompt) if prompt else 0 for prompt in prompts[:size]]
             roomy = [i for i, tokens_left in enumerate(left) if tokens_left >= cfg.new_tokens]
             crowded = [[i] for i, tokens_left in enumerate(left) if 0 < tokens_left < cfg.new_tokens]

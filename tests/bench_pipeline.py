@@ -68,19 +68,18 @@ def alone(folder, chats, cfg, accumulation):
     job = SimpleNamespace(cfg=cfg, config=config)
     features = t.feature_buffer(job, device)
     mask_of = t.fast_reading(base, layers, taps, job, features, print) if cuda else None
-    masters = t.Drafter(config)
-    masters.initialise(0)
-    parameters = list(masters.to(device).parameters())
+    drafter = t.Drafter(config)
+    drafter.initialise(0)
+    parameters = list(drafter.to(device).parameters())
     for p in parameters:
         p.grad = torch.zeros_like(p)
-    drafter, matrices = t.computing(masters, t.compute_dtype(device))
     ends["rope"] = t.rotary(torch.arange(cfg.max_length + cfg.block, device=device), drafter.theta, drafter.h)
     optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
     graph = torch.compile(t.drafter_step, fullgraph=True, dynamic=False) if cuda else t.drafter_step
 
     ms = {}
     for name, function in (("capture", lambda b: t.capture(base, layers, taps, b, features, mask_of)),
-                           ("graph", lambda b: forward_backward(graph, drafter, matrices, ends, features, b)),
+                           ("graph", lambda b: forward_backward(graph, drafter, ends, features, b)),
                            ("optimizer", lambda b: optimizer.step())):
         for batch in batches[:2]:
             function(batch)

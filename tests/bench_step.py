@@ -65,28 +65,25 @@ def matmul_tflops():
     torch.cuda.synchronize()
     return 2 * 8192**3 / statistics.median(x.elapsed_time(y) for x, y in itertools.pairwise(marks)) / 1e9
 
-def forward_backward(step, drafter, matrices, ends, features, batch):
-    """What the trainer does with one micro-batch once its features are there, and what it does with the
-    matrices after an optimizer step."""
+def forward_backward(step, drafter, ends, features, batch):
+    """What the trainer does with one micro-batch once its features are there."""
     arrays = t.to_device(batch, features.device.type).values()
     rows, gradient, _ = step(drafter, ends, features, *arrays, 7, "dflash", 7.0)
-    t.backward(rows, gradient, matrices)
-    t.follow_masters(matrices)
+    rows.backward(gradient)
 
 def measure(name, shape, device, repeats):
     draw, cuda, config = np.random.default_rng(0), device == "cuda", config_of(shape)
     dtype = t.compute_dtype(device)
     first, S = batch_of(shape, draw)
-    masters = t.Drafter(config).to(device)
+    drafter = t.Drafter(config).to(device)
     with torch.device(device):
         torch.manual_seed(0)
         ends = {"embed": torch.randn(shape["V"], shape["D"], dtype=dtype), "embed_scale": 1.0, "softcap": 0.0,
                 "rope": t.rotary(torch.arange(S + shape["B"]), 1e6, shape["h"]),
                 "head": torch.randn(shape["V"], shape["D"], dtype=dtype) / 64}
         features = torch.randn(S, 5 * shape["D"], dtype=dtype)
-    for p in masters.parameters():
+    for p in drafter.parameters():
         p.grad = torch.zeros_like(p)
-    drafter, matrices = t.computing(masters, dtype)
     step = torch.compile(t.drafter_step, fullgraph=True, dynamic=False,
                          options=t.GRAPH_OPTIONS) if cuda else t.drafter_step
 
@@ -97,7 +94,8 @@ def measure(name, shape, device, repeats):
             x = t.to_device(first, device)
             drafter.options = t.fast_attention(drafter, x["start"], x["anchor"], S, shape["H"], shape["G"],
                                                partial(print, file=sys.stderr))
-        forward_backward(step, drafter, matrices, ends, features, first)
+            torch._dynamo.utils.counters.clear()
+        forward_backward(step, drafter, ends, features, first)
         torch.cuda.synchronize() if cuda else None
         return time.perf_counter() - begin
 
@@ -108,7 +106,7 @@ def measure(name, shape, device, repeats):
         torch.cuda.reset_peak_memory_stats()
     batches, marks = [batch_of(shape, draw)[0] for _ in range(repeats)], []
     for batch in batches:
-        forward_backward(step, drafter, matrices, ends, features, batch)
+        forward_backward(step, drafter, ends, features, batch)
         marks.append(torch.cuda.Event(enable_timing=True) if cuda else time.perf_counter())
         marks[-1].record() if cuda else None
     torch.cuda.synchronize() if cuda else None

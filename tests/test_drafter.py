@@ -135,34 +135,6 @@ def test_step_against_reference(loss, bidirectional):
         error = float((p.grad - w[name].grad).abs().max() / w[name].grad.abs().max())
         assert error < 1e-3, f"gradient of {name} off by {error:.1e}"
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_computing(dtype):
-    """Catches gradients that miss their masters or are not added up, matrices that do not follow them, and a
-    norm that is a copy: against a plain module. float64 stands for any dtype that is not the masters' own."""
-    masters = make("full", "sliding")
-    for p in masters.parameters():
-        p.grad = torch.zeros_like(p)
-    drafter, matrices = t.computing(masters, dtype)
-    plain = make("full", "sliding").to(dtype)
-    plain.load_state_dict(masters.state_dict())
-    for _ in range(2):
-        batch, ends = make_batch()
-        batch["features"], *both = (x.to(dtype) for x in (batch["features"], ends["embed"], ends["head"]))
-        ends |= dict(zip(("embed", "head"), both))
-        rows, gradient, _ = step(drafter, ends, batch)
-        t.backward(rows, gradient, matrices)
-        rows, gradient, _ = step(plain, ends, batch)
-        rows.backward(gradient)
-    for (name, p), q in zip(masters.named_parameters(), plain.parameters()):
-        assert p.grad.dtype == torch.float32
-        assert (p.grad - q.grad).abs().max() < 1e-5 * q.grad.abs().max(), name
-    with torch.no_grad():
-        for p in masters.parameters():
-            p.add_(torch.randn_like(p))
-    t.follow_masters(matrices)
-    for (name, p), (same, q) in zip(masters.named_parameters(), drafter.named_parameters()):
-        assert name == same and torch.equal(p.to(q.dtype), q), name
-
 def moved(drafter, ends, batch, positions=(), **more):
     """How far the rows of every block move [N, B-1] when these features (or inputs) change."""
     other = {**batch, **more, "features": batch["features"].clone()}

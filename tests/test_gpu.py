@@ -49,17 +49,9 @@ def random_batch(draw, S, N, B, V, longest):
     return {"positions": np.arange(S) - begin, **t.blocks_of(ids, supervised, begin, end, N, B, draw)}
 
 
-def learner_of(masters, dtype):
-    for p in masters.parameters():
-        p.grad = torch.zeros_like(p)
-    return masters, *t.computing(masters, dtype)
-
-
-def run_step(step, learner, ends, batch, features, loss):
+def run_step(step, drafter, ends, batch, features, loss):
     """One step on the device and in the dtype of `features` -> (counters, gradients by name)."""
-    masters, drafter, matrices = learner
-    for p in masters.parameters():
-        p.grad.zero_()
+    drafter.zero_grad()
     x = t.to_device(batch, features.device.type)
     rows, gradient, counters = step(
         drafter,
@@ -74,8 +66,8 @@ def run_step(step, learner, ends, batch, features, loss):
         loss,
         4.0,
     )
-    t.backward(rows, gradient, matrices)
-    return counters.double().cpu(), {k: p.grad.double().cpu().clone() for k, p in masters.named_parameters()}
+    rows.backward(gradient)
+    return counters.double().cpu(), {k: p.grad.double().cpu().clone() for k, p in drafter.named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -118,7 +110,7 @@ def test_compiled_step_equals_float64(loss, window, causal, B, h, backend):
     exact.load_state_dict({k: v.double() for k, v in drafter.state_dict().items()})
     want = run_step(
         t.drafter_step,
-        learner_of(exact, torch.float64),
+        exact,
         {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in ends.items()},
         batch,
         features.double(),
@@ -127,7 +119,7 @@ def test_compiled_step_equals_float64(loss, window, causal, B, h, backend):
     step = torch.compile(t.drafter_step, fullgraph=True, dynamic=False)
     have = run_step(
         step,
-        learner_of(drafter.cuda(), torch.bfloat16),
+        drafter.cuda(),
         {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in ends.items()},
         batch,
         features.cuda(),
@@ -146,9 +138,8 @@ def test_one_graph_for_every_micro_batch():
     warm-up another shape is an error and not a second graph, and nothing ever runs dense."""
     draw, S, N, B = np.random.default_rng(0), 1024, 64, 8
     torch._dynamo.reset()
-    masters = t.Drafter(geometry()).cuda()
-    masters.initialise(0)
-    drafter = learner_of(masters, torch.bfloat16)
+    drafter = t.Drafter(geometry()).cuda()
+    drafter.initialise(0)
     ends = {
         "embed": torch.randn(1000, 256).bfloat16().cuda(),
         "head": torch.randn(1000, 256).bfloat16().cuda(),
@@ -183,7 +174,7 @@ def test_graph_break_is_an_error():
         torch._dynamo.graph_break()
         return t.drafter_step(*args)
 
-    drafter = learner_of(t.Drafter(geometry()).cuda(), torch.bfloat16)
+    drafter = t.Drafter(geometry()).cuda()
     ends = {
         "embed": torch.randn(1000, 256).bfloat16().cuda(),
         "head": torch.randn(1000, 256).bfloat16().cuda(),

@@ -6,6 +6,8 @@ The reference for replies is transformers' generate() of each prompt alone. Alon
 """
 import fcntl
 import json
+import math
+import random
 import shutil
 import signal
 import subprocess
@@ -124,6 +126,16 @@ def trains(path, speaker):
         taught = any(a and b for a, b in zip(line["loss_mask"], line["loss_mask"][1:]))
         assert row["input_ids"].tolist() == (line["input_ids"] if taught else [])
         assert row["loss_mask"].tolist() == (line["loss_mask"] if taught else [])
+
+def test_cache_length():
+    """Catches a cache too short for its replies, one that wastes a fifth, and a compilation a length."""
+    lengths = {}
+    for _ in range(2000):
+        prompt, new = random.randint(1, 3000), random.randint(1, 1024)
+        found = t.cache_length([[0] * prompt, [0]], new)
+        assert prompt + new <= found < 1.125 * (prompt + new) + 32
+        lengths.setdefault(int(math.log2(found - 1)), set()).add(found)
+    assert max(map(len, lengths.values())) <= 8
 
 def test_each_turn(tmp_path, dice, capfd):
     """Catches a chat that is answered with its stored replies in its history, whose own replies are lost to

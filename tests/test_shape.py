@@ -27,6 +27,7 @@ def test_limits():
         "UserError",
         "Diverged",
         "Documents",
+        "Linear",
         "RMSNorm",
         "Attention",
         "MLP",
