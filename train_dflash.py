@@ -230,9 +230,9 @@ def check(cfg):
     need(cfg.epochs > 0 or cfg.max_steps, f"--epochs {cfg.epochs}: must be above 0")
     disabled = [f"{k}={v}" for k in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
                 if (v := os.environ.get(k, "0")) not in ("", "0")]
-    stance = torch._dynamo.eval_frame._stance.stance
-    if stance not in ("default", "fail_on_recompile"):
-        disabled.append(f"torch.compiler.set_stance({stance!r})")
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # importing it for this would take seconds
+    if dynamo and dynamo._stance.stance not in ("default", "fail_on_recompile"):
+        disabled.append(f"torch.compiler.set_stance({dynamo._stance.stance!r})")
     need(not disabled, f"{', '.join(disabled)} turns compilation off, attention would be dense: unset it")
 
 def default_gamma(block):
@@ -2830,7 +2830,10 @@ def replies_worker(seat, cfg, jobs, stop):
         first = first_asked(turns, cfg.each_turn)
         chats.append({"row": number, "turns": turns[:first], "left": turns[first:], "lines": [], "told": [],
                       "ids": [], "mask": [], "finished": False, "tools": tools})
-    chats.sort(key=lambda chat: sum(len(turn["content"]) for turn in chat["turns"]))  # like lengths together
+    texts, lengths = [str([turn["content"] for turn in chat["turns"]]) for chat in chats], []
+    for at in range(0, len(texts), 4096):
+        lengths += map(len, tokenizer(texts[at: at + 4096], verbose=False)["input_ids"])
+    chats = [chats[i] for i in np.argsort(lengths, kind="stable")]  # like lengths together
     with open(cfg.replies, "ab", buffering=0) as f, ThreadPoolExecutor(1) as clerk:
         while chats and not stop.value:
             seat.moves()
