@@ -133,6 +133,22 @@ def test_compiled_step_equals_float64(loss, window, causal, B, h, backend):
         )
 
 
+@pytest.mark.parametrize("window", [0, 96])
+def test_every_choice_of_attention_is_proven(window):
+    """Catches a proof that refuses what is right, or a backend that is wrong: with every choice on offer here
+    the errors are those of bf16."""
+    drafter = t.Drafter(geometry(window=window, B=16, h=128)).cuda()
+    anchor = torch.arange(300, 812, 8, device="cuda", dtype=torch.int32)
+    start = torch.full_like(anchor, 256)
+    for options in t.attention_choices(128):
+        for rule in set(drafter.rules()):
+            errors = t.attention_errors(drafter, options, rule, start, anchor, 1024, 4, 2)
+            assert len(errors) == 4 and 1e-4 < min(errors) and max(errors) < 5e-3, (options, rule, errors)
+    said = []
+    options = t.fast_attention(drafter, start, anchor, 1024, 4, 2, said.append)
+    assert options == t.attention_choices(128)[0] and ("FLASH" in str(said)) == t.has_flash() * t.is_hopper()
+
+
 def test_one_graph_for_every_micro_batch():
     """Catches a graph that depends on what a micro-batch holds: 50 different ones, one compilation; after
     warm-up another shape is an error and not a second graph, and nothing ever runs dense."""
