@@ -844,6 +844,8 @@ def tap(layers, taps):
         lambda module, inputs, out, t=t: caught.update({t: out[0] if isinstance(out, tuple) else out}))
         for t in set(taps)]
 
+TRITON = {"BACKEND": "TRITON"}  # flex_attention's option
+
 def is_hopper():
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
@@ -853,9 +855,9 @@ def attention_choices(h):
     Heads of 128 on Hopper, ms a layer of shape S, forward + backward, H200: torch's own tiles 38 + 88, these
     28 + 88 (of 18 for backward none gained more than 1%), FlashAttention 4 where it is installed 21 + 59."""
     if h != 128 or not is_hopper():
-        return [{"BACKEND": "TRITON"}]
+        return [TRITON]
     tiles = {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 128, "fwd_num_stages": 3, "fwd_num_warps": 8}
-    return [{"BACKEND": "FLASH"}] * has_flash() + [{"BACKEND": "TRITON", **tiles, "fwd_USE_TMA": True}]
+    return [{"BACKEND": "FLASH"}] * has_flash() + [{**TRITON, **tiles, "fwd_USE_TMA": True}]
 
 def has_flash():
     """FlashAttention 4 as of b26: before, its backward was garbage now and then (flash-attention #2756)."""
@@ -911,6 +913,8 @@ def packed_reading(base, layers, cfg, text, options):
         *(x for tiles in packed_tiles(begin, w) for x in listed(tiles)), BLOCK_SIZE=TILE, mask_mod=rule(w))
         for w in set(windows.values())}
 
+    more = {"kernel_options": options} if options != TRITON else {}  # not every family hands them on
+
     def mask_of(begins):
         begin.copy_(begins)
         for w, mask in masks.items():
@@ -918,7 +922,7 @@ def packed_reading(base, layers, cfg, text, options):
             for old, new in ((mask.kv_num_blocks, count), (mask.kv_indices, order),
                              (mask.full_kv_num_blocks, full_count), (mask.full_kv_indices, full_order)):
                 old.copy_(new)
-        return {"kernel_options": options, "attention_mask": masks[0] if set(masks) == {0} else (
+        return {**more, "attention_mask": masks[0] if set(masks) == {0} else (
             masks[window] if len(kinds) == 1 else {kind: masks[w] for kind, w in windows.items()})}
 
     base.set_attn_implementation("flex_attention")
@@ -1056,7 +1060,7 @@ class Drafter(nn.Module):
         H, G, h = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
         self.theta, self.h, self.kinds = config["rope_theta"], h, config["layer_types"]
         self.block, self.window = config["block_size"], config.get("sliding_window") or 0
-        self.options = attention_choices(h)[-1]
+        self.options = TRITON
         self.causal = [config.get("is_causal", kind == "sliding_attention") for kind in self.kinds]
         self.fc = Linear(len(config["dflash_config"]["target_layer_ids"]) * D, D)
         self.hidden_norm, self.norm = RMSNorm(D, eps), RMSNorm(D, eps)

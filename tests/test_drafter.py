@@ -298,7 +298,7 @@ def test_packed_reading(family):
         wanted.append(want)
     torch._dynamo.reset()
     cfg = t.Config(tokens=S, max_length=150)
-    mask_of = t.packed_reading(base, layers, cfg, model.config.get_text_config(), {"BACKEND": "TRITON"})
+    mask_of = t.packed_reading(base, layers, cfg, model.config.get_text_config(), t.TRITON)
     features = torch.full((S, 64), torch.nan)
     t.capture(base, layers, taps, batches[0], features, mask_of)
     with torch.compiler.set_stance("fail_on_recompile"):
