@@ -70,6 +70,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
@@ -2263,7 +2264,9 @@ def drafter_worker(seat, job, stop):
                           options=GRAPH_OPTIONS) if cuda else drafter_step
 
     def run_graph(x):
-        return graph(drafter, ends, features, *x.values(), mask_token_id, cfg.loss, gamma)
+        """-> where backward begins, with which gradient, counters. The rows themselves are not kept."""
+        rows, gradient, found = graph(drafter, ends, features, *x.values(), mask_token_id, cfg.loss, gamma)
+        return get_gradient_edge(rows), gradient, found
 
     beat("compiling")
     begin = time.perf_counter()
@@ -2277,9 +2280,7 @@ def drafter_worker(seat, job, stop):
                 drafter.options = fast_attention(
                     drafter, first["start"], first["anchor"], cfg.tokens, config["num_attention_heads"],
                     config["num_key_value_heads"], say if lead else itself)
-            rows, gradient, _ = run_graph(first)
-            rows.backward(gradient)
-            del rows, gradient
+            torch.autograd.backward(*run_graph(first)[:2])
             flat.zero_()
             torch.cuda.synchronize() if cuda else None
         seat.waits()
@@ -2427,10 +2428,10 @@ def drafter_worker(seat, job, stop):
                 features_arrive()
                 spoilt.append((i, ~torch.isfinite(features.sum(-1, dtype=torch.float32))))
                 with timed("graph"):
-                    rows, gradient, found = run_graph(batch["tensors"])
-                    rows.backward(gradient)  # adds to the views of `flat`
+                    edge, gradient, found = run_graph(batch["tensors"])
+                    torch.autograd.backward(edge, gradient)  # adds to the views of `flat`
                     counters += found
-                    del rows, gradient
+                    del edge, gradient
             context_tokens += batch["tokens_used"]
             batch = fetch()
         seat.waits()

@@ -69,7 +69,9 @@ def forward_backward(step, drafter, ends, features, batch):
     """What the trainer does with one micro-batch once its features are there."""
     arrays = t.to_device(batch, features.device.type).values()
     rows, gradient, _ = step(drafter, ends, features, *arrays, 7, "dflash", 7.0)
-    rows.backward(gradient)
+    edge = torch.autograd.graph.get_gradient_edge(rows)
+    del rows
+    torch.autograd.backward(edge, gradient)
 
 def measure(name, shape, device, repeats):
     draw, cuda, config = np.random.default_rng(0), device == "cuda", config_of(shape)
