@@ -94,7 +94,7 @@ def measure(name, shape, device, repeats):
         begin = time.perf_counter()
         if cuda:
             x = t.to_device(first, device)
-            drafter.options = t.fast_attention(drafter, x["start"], x["anchor"], S, shape["H"], shape["G"],
+            drafter.options = t.fast_attention(drafter, x["start"], x["anchor"], S,
                                                partial(print, file=sys.stderr))
             torch._dynamo.utils.counters.clear()
         forward_backward(step, drafter, ends, features, first)

@@ -142,10 +142,10 @@ def test_every_choice_of_attention_is_proven(window):
     start = torch.full_like(anchor, 256)
     for options in t.attention_choices(128):
         for rule in set(drafter.rules()):
-            errors = t.attention_errors(drafter, options, rule, start, anchor, 1024, 4, 2)
+            errors = t.attention_errors(drafter, options, rule, start, anchor, 1024)
             assert len(errors) == 4 and min(errors) > 1e-4 and max(errors) < 5e-3, (options, rule, errors)
     said = []
-    options = t.fast_attention(drafter, start, anchor, 1024, 4, 2, said.append)
+    options = t.fast_attention(drafter, start, anchor, 1024, said.append)
     assert options == t.attention_choices(128)[0] and ("FLASH" in str(said)) == t.has_flash() * t.is_hopper()
 
 
