@@ -853,19 +853,20 @@ def is_hopper():
 def attention_choices(h):
     """flex_attention's kernel options for heads of size h here, the fastest first, the sure one last.
 
-    Heads of 128 on Hopper, ms a layer of shape S, forward + backward, H200: torch's own tiles 38 + 88, these
-    28 + 88 (of 18 for backward none gained more than 1%), FlashAttention 4 where it is installed 21 + 59."""
+    Heads of 128 on Hopper, ms a layer of shape S, forward + backward, H200: the tiles that torch chooses 38 +
+    88, these 28 + 88 (of 18 for backward none gained more than 1%), FlashAttention 4 21 + 59, as of b26:
+    before, its backward was garbage now and then (flash-attention #2756)."""
     if h != 128 or not is_hopper():
         return [TRITON]
     tiles = {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 128, "fwd_num_stages": 3, "fwd_num_warps": 8}
-    return [{"BACKEND": "FLASH"}] * has_flash() + [{**TRITON, **tiles, "fwd_USE_TMA": True}]
+    flash = TorchVersion(version_of("flash-attn-4") or "0") >= "4.0.0b26"
+    return [{"BACKEND": "FLASH"}] * flash + [{**TRITON, **tiles, "fwd_USE_TMA": True}]
 
-def has_flash():
-    """FlashAttention 4 as of b26: before, its backward was garbage now and then (flash-attention #2756)."""
+def version_of(package):
     try:
-        return TorchVersion(version("flash-attn-4")) >= "4.0.0b26"
+        return version(package)
     except PackageNotFoundError:
-        return False
+        return None
 
 def listed(tiles):
     """Tiles [rows, columns] bool -> how many a row hold something, their columns first, for a BlockMask."""
@@ -1936,7 +1937,8 @@ def versions():
     git = subprocess.run(["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
                          capture_output=True, text=True, check=False)
     return {"torch": str(torch.__version__), "transformers": transformers.__version__,
-            "datasets": datasets.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0],
+            "datasets": datasets.__version__, "flash-attn-4": version_of("flash-attn-4"),
+            "cuda": torch.version.cuda, "python": sys.version.split()[0],
             "commit": git.stdout.strip() or None}
 
 # ===========================================================================================================
@@ -2053,13 +2055,19 @@ def fast_reading(base, layers, taps, job, features, tell):
             tell(f"the target reads packed rows, its layers compiled, attention by {options['BACKEND']}; "
                  "from plain reading its features differ by " + ", ".join(f"{x:.1%}" for x in errors))
             return mask_of
+        except UserError as e:  # with no attention at all
+            return tell(f"the target reads padded rows, not compiled ({e})")
         except Exception as e:  # whatever a family's code does under the compiler, the plain way is right
             base.set_attn_implementation(usual)
             for layer, forward in zip(layers, forwards):
                 layer.forward = forward
             tell(f"the target does not read packed rows, attention by {options['BACKEND']} ({first_line(e)})")
-    tell("the target reads padded rows, not compiled")
-    return None
+    return tell("the target reads padded rows, not compiled")
+
+def report(seat, said):
+    """What worked is said by the first of a role; what did not, which makes it more lines, by everyone."""
+    for line in said if seat.index == 0 or len(said) > 1 else ():
+        say(f"{seat.name}: {line}")
 
 def target_worker(seat, job, stop):
     """Run the target over the micro-batches m = index mod T and hand the features to drafter m mod D."""
@@ -2072,7 +2080,9 @@ def target_worker(seat, job, stop):
     buffers, sent = [feature_buffer(job, seat.device) for _ in range(2)], {}
     mask_of = None
     if cuda:
-        mask_of = fast_reading(base, layers, taps, job, buffers[0], itself if seat.index else say)
+        said = []
+        mask_of = fast_reading(base, layers, taps, job, buffers[0], said.append)
+        report(seat, said)
         torch.compiler.set_stance("fail_on_recompile")
     wire = torch.cuda.Stream() if cuda else None
     seat.waits()
@@ -2106,7 +2116,8 @@ def target_worker(seat, job, stop):
 
 # ------------------------------------------------------------------------------------------ drafter worker
 
-GRAPH_OPTIONS = {"triton.descriptive_names": False}  # of torch.compile
+# of torch.compile: kernels are named by their hash, by which the graph finds what the proof had compiled
+GRAPH_OPTIONS = {"triton.descriptive_names": False}
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "B300": 2250}  # dense bf16, data sheets
 
 def to_device(batch, device):
@@ -2119,9 +2130,8 @@ def to_device(batch, device):
 
 def attention_errors(drafter, options, rule, start, anchor, S):
     """Relative errors of flex_attention with these options, of its output and the gradients of q, k and v,
-    against dense attention in float32: the run's own shape, random values, one tile of rows.
-
-    The names of kernels are their hashes: FlashAttention finds what it compiles here when the graph runs."""
+    against dense attention in float32: the run's own shape, random values, 128 rows from all over it (no
+    other has a gradient: what it gets all the same is an error)."""
     (window, causal), B, Q = rule, drafter.block, len(anchor) * drafter.block
     attention = drafter.layers[0].self_attn
     H, G = (m.out_features // drafter.h for m in (attention.q_proj, attention.k_proj))
@@ -2134,29 +2144,28 @@ def attention_errors(drafter, options, rule, start, anchor, S):
         torch.randn(rows, heads, drafter.h, device=start.device, generator=draw).bfloat16()
         for rows, heads in ((Q, H), (S + Q, G), (S + Q, G), (TILE, H)))
     q = q * drafter.h ** -0.5
-    row = torch.arange(TILE, device=start.device) + Q // TILE // 2 * TILE  # a tile in the middle
-    kv = torch.arange(S + Q, device=start.device)
+    i, kv = torch.arange(TILE, device=start.device), torch.arange(S + Q, device=start.device)
+    row = i * (Q // TILE) + i % (Q // TILE)  # in another place of each tile
     seen = visible(row[:, None], kv, start, anchor, S, B, window, causal)
     found = []
-    for function, inputs in ((lambda q, k, v: attend(q, k, v, start, anchor)[row], (q, k, v)),
-                             (dense_attend(seen), (q[row].float(), k.float(), v.float()))):
-        inputs = [x.detach().requires_grad_() for x in inputs]
+    for function, dtype in ((lambda q, k, v: attend(q, k, v, start, anchor)[row], q.dtype),
+                            (lambda q, k, v: dense_attend(seen)(q[row], k, v), torch.float32)):
+        inputs = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
         out = function(*inputs)
-        out.backward(gradient.to(out.dtype))
-        grads = [x.grad.float() for x in inputs]
-        found.append([out.detach().float(), grads[0][row] if len(grads[0]) == Q else grads[0], *grads[1:]])
+        out.backward(gradient.to(dtype))
+        found.append([x.detach().float() for x in (out, *(x.grad for x in inputs))])
     return [((x - y).norm() / y.norm()).item() for x, y in zip(*found)]
 
 def fast_attention(drafter, start, anchor, S, tell):
-    """The fastest of attention_choices() that is right here, see attention_errors(). Torch's own needs no
+    """The fastest of attention_choices() that is right here, see attention_errors(), the sure one without
     proof. What fails is said."""
     *fast, sure = attention_choices(drafter.h)
     for options in fast:
         try:
             errors = [x for rule in sorted(set(drafter.rules()))
                       for x in attention_errors(drafter, options, rule, start, anchor, S)]
-            if not all(x < 0.01 for x in errors):  # bf16 alone: 0.0024
-                raise RuntimeError(f"it is off by {max(errors):.1%}")
+            if wrong := [x for x in errors if not x < 0.01]:  # bf16 alone: 0.0024
+                raise RuntimeError(f"it is off by {wrong[0]:.1%}")
             tell(f"the drafter's attention by {options['BACKEND']}, within {max(errors):.2%} of float32")
             return options
         except Exception as e:  # an experimental backend of another package: whatever it is, it is said
@@ -2261,7 +2270,9 @@ def drafter_worker(seat, job, stop):
     features = feature_buffer(job, device)
     mask_of = None
     if both and cuda:
-        mask_of = fast_reading(base, layers, taps, job, features, say if lead else itself)
+        said = []
+        mask_of = fast_reading(base, layers, taps, job, features, said.append)
+        report(seat, said)
     graph = torch.compile(drafter_step, fullgraph=True, dynamic=False,
                           options=GRAPH_OPTIONS) if cuda else drafter_step
 
@@ -2279,8 +2290,10 @@ def drafter_worker(seat, job, stop):
     for turn in (True, False):
         if lead == turn:
             if cuda:
+                said = []
                 drafter.options = fast_attention(drafter, first["start"], first["anchor"], cfg.tokens,
-                                                 say if lead else itself)
+                                                 said.append)
+                report(seat, said)
             torch.autograd.backward(*run_graph(first)[:2])
             flat.zero_()
             torch.cuda.synchronize() if cuda else None
@@ -2756,6 +2769,19 @@ def first_asked(turns, each_turn):
     users = [i + 1 for i, turn in enumerate(turns) if turn["role"] == "user"]
     return users[0] if each_turn else users[-1]
 
+def chats_of(jobs, tokenizer, each_turn):
+    """Jobs (row, turns, tools) -> the chats that add_reply() grows, those of like lengths together."""
+    chats, lengths = [], []
+    for row, turns, tools in jobs:
+        first = first_asked(turns, each_turn)
+        chats.append({"row": row, "turns": turns[:first], "left": turns[first:], "lines": [], "told": [],
+                      "ids": [], "mask": [], "finished": False, "tools": tools})
+    for at in range(0, len(chats), 4096):
+        texts = [str([chat["tools"], *(turn["content"] for turn in chat["turns"])])
+                 for chat in chats[at: at + 4096]]
+        lengths += map(len, tokenizer(texts, verbose=False)["input_ids"])
+    return [chats[i] for i in np.argsort(lengths, kind="stable")]
+
 def add_reply(chat, prompt, reply, said, finished, each_turn):
     """The chat with one more reply -> True when a turn of the user is to be answered yet.
 
@@ -2776,7 +2802,8 @@ def add_reply(chat, prompt, reply, said, finished, each_turn):
     return True
 
 def cache_length(prompts, new_tokens):
-    """Tokens a row of a static cache for these prompts: one of eight lengths an octave, each is compiled."""
+    """Tokens a row of a static cache for these prompts: one of eight lengths an octave, another costs seconds
+    before its first token."""
     tokens = max(map(len, prompts)) + new_tokens
     step = max(32, (1 << (tokens - 1).bit_length()) // 16)
     return -(-tokens // step) * step
@@ -2787,6 +2814,7 @@ def answer(model, prompts, longest, full, new_tokens, **how):
     A full batch gets the static cache, whose decoding step is compiled: on an H200 twice as fast as a cache
     that grows, and eight times as fast as continuous batching where flash-attn is not installed."""
     static = full and model.device.type == "cuda" and cache_length(prompts, new_tokens) <= longest
+    model._previous_max_cache_length = -1  # or transformers makes no cache shorter than the longest before
     width = cache_length(prompts, new_tokens) - new_tokens if static else max(map(len, prompts))
     ids = torch.full((len(prompts), width), how["pad_token_id"])
     mask = torch.zeros_like(ids)
@@ -2816,13 +2844,14 @@ def replies_worker(seat, cfg, jobs, stop):
 
     def prompt_of(chat):
         if "prompt" not in chat:
-            chat["prompt"] = []
+            chat |= {"prompt": [], "problem": ""}
             try:
                 chat["prompt"] = tokenizer.apply_chat_template(
                     chat["turns"], tools=chat["tools"], add_generation_prompt=True, return_dict=False)
+                if len(chat["prompt"]) >= longest:
+                    chat["problem"] = "no room below --max-length"
             except Exception as e:  # templates raise what they like; one bad row is counted, named, skipped
-                problems[first_line(e)[:60]] += 1
-            problems["no room below --max-length"] += len(chat["prompt"]) >= longest
+                chat["problem"] = first_line(e)[:60]
         return chat["prompt"]
 
     def write(chat):
@@ -2831,21 +2860,15 @@ def replies_worker(seat, cfg, jobs, stop):
         f.write(b"".join(json.dumps({"row": chat["row"], **dict(zip(keys, line))}).encode() + b"\n"
                          for line in lines))
 
-    chats, begin, told, tokens, done, problems = [], time.monotonic(), 0.0, 0, 0, Counter()
-    for number, turns, tools in jobs:
-        first = first_asked(turns, cfg.each_turn)
-        chats.append({"row": number, "turns": turns[:first], "left": turns[first:], "lines": [], "told": [],
-                      "ids": [], "mask": [], "finished": False, "tools": tools})
-    texts, lengths = [str([turn["content"] for turn in chat["turns"]]) for chat in chats], []
-    for at in range(0, len(texts), 4096):
-        lengths += map(len, tokenizer(texts[at: at + 4096], verbose=False)["input_ids"])
-    chats = [chats[i] for i in np.argsort(lengths, kind="stable")]  # like lengths together
+    begin, told, tokens, done, problems = time.monotonic(), 0.0, 0, 0, Counter()
+    chats = chats_of(jobs, tokenizer, cfg.each_turn)
     with open(cfg.replies, "ab", buffering=0) as f, ThreadPoolExecutor(1) as clerk:
         while chats and not stop.value:
             seat.moves()
             prompts, size, replies, again = [*map(prompt_of, chats[:most])], most, {}, []
-            while size > 1 and size * cache_length(prompts[:size], cfg.new_tokens) > room:
-                size //= 2  # what is equal is compiled once
+            while size > 1 and size * cache_length(
+                    [p for p in prompts[:size] if len(p) < longest] or [[]], cfg.new_tokens) > room:
+                size //= 2
             batch, chats = chats[:size], chats[size:]
             # 1,024 templates take 0.4 s: a batch's are filled in while the one before is answered
             ready = clerk.submit(lambda coming: [*map(prompt_of, coming)], chats[:most])
@@ -2858,6 +2881,7 @@ def replies_worker(seat, cfg, jobs, stop):
             ready.result()
             for i, (chat, prompt) in enumerate(zip(batch, prompts)):
                 more = False
+                problems[chat["problem"]] += 1
                 del chat["prompt"]
                 if i in replies:
                     reply = replies[i]
@@ -2873,7 +2897,8 @@ def replies_worker(seat, cfg, jobs, stop):
                 told = time.monotonic()
                 say(f"{seat.name}: {done:,} of {len(jobs):,} chats, {tokens / (told - begin):,.0f} tokens/s, "
                     f"eta {span((told - begin) / max(done, 1) * (len(jobs) - done))}")
-    return {"chats": done, "tokens": tokens, "seconds": time.monotonic() - begin, "problems": +problems,
+    del problems[""]
+    return {"chats": done, "tokens": tokens, "seconds": time.monotonic() - begin, "problems": problems,
             "stopped": bool(chats)}
 
 def regenerate(cfg, stop):
@@ -2975,11 +3000,11 @@ def worker(work, seat, args, stop, link):
     from tqdm import tqdm
     tqdm.set_lock(threading.RLock())  # its default is a semaphore that a killed process would leave behind
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // seat.world))
-    if seat.device == "cuda":
-        with suppress(ImportError):  # torch's own, not public: its compile workers start while models load
-            from torch._inductor.async_compile import maybe_warm_pool
-            maybe_warm_pool()
     try:
+        if seat.device == "cuda":
+            with suppress(ImportError):  # not public: torch's compile workers start while models load
+                from torch._inductor.async_compile import maybe_warm_pool
+                maybe_warm_pool()
         link.send(("done", work(seat, *args, stop)))
     except (UserError, Diverged) as e:
         link.send(("failed", USAGE if isinstance(e, UserError) else DIVERGED, str(e)))
@@ -3346,7 +3371,7 @@ def train(cfg, given, argv, stop):
         step, m = saved["step"], saved["micro_batches"]
         here = {"drafters": seats[-1].D, "accumulation": cfg.accumulation, **versions()}
         then = {**saved, **saved["versions"]}
-        changed = [f"{k} {then[k]} -> {v}" for k, v in here.items() if then[k] != v]
+        changed = [f"{k} {then.get(k)} -> {v}" for k, v in here.items() if then.get(k) != v]
         say(f"going on from {checkpoint.name}, micro-batch {m}; changed: {', '.join(changed) or 'nothing'}")
     total = m + max(cfg.max_steps - step, 0) * group if cfg.max_steps else by_epochs
     if checkpoint and total <= m < saved["total"]:
