@@ -2390,7 +2390,9 @@ def drafter_worker(seat, job, stop):
         beat("saving")
         mark = sum(p.detach().view(torch.int32).sum(dtype=torch.int64) for p in parameters).cpu()
         marks = [torch.zeros_like(mark) for _ in range(D)]
+        seat.waits()
         dist.all_gather(marks, mark, group=control)
+        seat.moves()
         if any(not torch.equal(x, mark) for x in marks):
             raise RuntimeError(f"the drafters' weights differ at step {step}, checksums "
                                f"{[int(x) for x in marks]}")
@@ -2997,6 +2999,7 @@ def worker(work, seat, args, stop, link):
         os._exit(FAILED)  # the parent died before that line
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     warnings.filterwarnings("ignore", message="TensorFloat32")  # what is float32 here is meant to be
+    import torch._dynamo  # the first optimizer step would, for seconds that count as a stall
     from tqdm import tqdm
     tqdm.set_lock(threading.RLock())  # its default is a semaphore that a killed process would leave behind
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // seat.world))
