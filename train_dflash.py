@@ -2804,10 +2804,10 @@ def add_reply(chat, prompt, reply, said, finished, each_turn):
     return True
 
 def cache_length(prompts, new_tokens):
-    """Tokens a row of a static cache for these prompts: one of eight lengths an octave, another costs seconds
-    before its first token."""
+    """Tokens a row of a static cache for these prompts: one of sixteen lengths an octave, a new one costs
+    seconds before its first token."""
     tokens = max(map(len, prompts)) + new_tokens
-    step = max(32, (1 << (tokens - 1).bit_length()) // 16)
+    step = max(16, (1 << (tokens - 1).bit_length()) // 32)
     return -(-tokens // step) * step
 
 def answer(model, prompts, longest, full, new_tokens, **how):
