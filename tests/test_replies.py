@@ -128,7 +128,7 @@ def trains(path, speaker):
         assert row["loss_mask"].tolist() == (line["loss_mask"] if taught else [])
 
 def test_cache_length():
-    """Catches a cache too short for its replies, one that wastes a tenth, and a new length for every batch."""
+    """Catches a cache too short for its replies, one that wastes a tenth, a new length for every batch."""
     lengths = {}
     for _ in range(2000):
         prompt, new = random.randint(1, 3000), random.randint(1, 1024)
