@@ -2536,8 +2536,10 @@ def drafter_worker(seat, job, stop):
                         walked += torch.from_numpy(walk(drafter, ends, features[row], batch["ids"][row],
                                                         batch["supervised"][row], mask_token_id))
                 batch = fetch()
+            seat.waits()
             dist.all_reduce(found, group=gradients)
             dist.all_reduce(walked, group=control)
+            seat.moves()
             if lead and job.n_eval:
                 last_eval = read_counters(found.tolist()) | read_walk(walked.numpy())
                 slots = " ".join(f"{a:.2f}" if a is not None else "-" for a in last_eval["position_accuracy"])
@@ -2564,6 +2566,7 @@ def drafter_worker(seat, job, stop):
             shutil.rmtree(out / "export", ignore_errors=True)
             made.rename(out / "export")
         beat("saving")
+    seat.waits()
     dist.barrier(control)
     return {"stopped": m < total, "step": step}
 
