@@ -80,7 +80,7 @@ def alone(folder, chats, cfg, accumulation):
     if cuda:
         x = t.to_device(batches[0], device)
         drafter.options = t.fast_attention(drafter, x["start"], x["anchor"], cfg.tokens, print)
-        graph = torch.compile(graph, fullgraph=True, dynamic=False, options=t.GRAPH_OPTIONS)
+        graph = torch.compile(graph, **t.GRAPH)
 
     ms = {}
     for name, function in (("capture", lambda b: t.capture(base, layers, taps, b, features, mask_of)),

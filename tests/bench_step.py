@@ -86,8 +86,7 @@ def measure(name, shape, device, repeats):
         features = torch.randn(S, 5 * shape["D"], dtype=dtype)
     for p in drafter.parameters():
         p.grad = torch.zeros_like(p)
-    step = torch.compile(t.drafter_step, fullgraph=True, dynamic=False,
-                         options=t.GRAPH_OPTIONS) if cuda else t.drafter_step
+    step = torch.compile(t.drafter_step, **t.GRAPH) if cuda else t.drafter_step
 
     def first_call():
         torch._dynamo.reset()

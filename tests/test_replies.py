@@ -200,7 +200,7 @@ def test_rows_of_all_kinds(tmp_path, dice, capfd):
 def test_killed_stopped_and_shared(tmp_path, dice, capfd):
     """Catches a row lost or written twice, whatever ends a run: -9 in the middle of a line, then SIGTERM to
     two processes; a second run on a file that is being written."""
-    speaker, count = Speaker(tmp_path / "target", 1.0), 400
+    speaker, count = Speaker(tmp_path / "target", 1.0), 700  # a batch is 128: two are left to each process
     prompts = write(tmp_path / "prompts.jsonl", [{"prompt": words(dice, 1, 40)} for _ in range(count)])
     replies = tmp_path / "replies.jsonl"
     args = command(speaker, prompts, replies, "--new-tokens", 60)
