@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import masters, run
+from conftest import make_target, masters, run
 
 import train_dflash as t
 
@@ -220,9 +220,12 @@ def furthest(one, other):
     return max(float((v - one[k]).abs().max()) for k, v in other.items())
 
 
-def test_colocated_run_and_resume_on_a_gpu(tiny, tmp_path, capsys):
+@pytest.mark.parametrize("head_dim", [16, 128])  # of 128: by FlashAttention 4 where it is installed
+def test_colocated_run_and_resume_on_a_gpu(head_dim, tiny, tmp_path, capsys):
     """Catches a run that does not come to its end on a GPU, a second graph (fail_on_recompile is set), and
-    a resume that is further from the straight run than bf16 noise: 1e-3 after 6 steps at lr 2e-3."""
+    a resume that is further from the straight run than bf16 noise: 1e-3 after 6 steps at lr 2e-3, more only
+    where two straight runs differ."""
+    tiny = make_target(tmp_path / "target", head_dim=head_dim), tiny[1]
     straight, again = run_on(tiny, tmp_path / "a", 0, 0), run_on(tiny, tmp_path / "b", 0, 0)
     shutil.rmtree(tmp_path / "b" / "export")
     shutil.rmtree(tmp_path / "b" / "checkpoints" / "step-00000006")
@@ -230,8 +233,9 @@ def test_colocated_run_and_resume_on_a_gpu(tiny, tmp_path, capsys):
     noise, off = furthest(straight, again), furthest(straight, resumed)
     moved = furthest(straight, masters(tmp_path / "a", 2))
     with capsys.disabled():
-        print(f"\nmasters: straight runs differ by {noise:.1e}, a resumed one {off:.1e}, 4 steps {moved:.1e}")
-    assert off <= 1e-3  # unequal at all: float atomics in flex's backward
+        print(f"\nmasters, heads of {head_dim}: straight runs differ by {noise:.1e}, "
+              f"a resumed one {off:.1e}, 4 steps {moved:.1e}")
+    assert off <= 1e-3 + 2 * noise  # noise: FlashAttention's backward sums in no order, flex's own does
 
 
 @pytest.mark.parametrize("window", [0, 40])
