@@ -929,6 +929,12 @@ def packed_reading(base, layers, cfg, text, options):
         layer.forward = torch.compile(layer.forward, dynamic=False)
     return mask_of
 
+def on_device(array, device):
+    """An array of the host as a tensor there. From pinned memory: the host goes on, whatever the GPU has to
+    do yet."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
 @torch.no_grad()
 def capture(model, layers, taps, batch, features, mask_of=None):
     """Run the target over a micro-batch and write its taps into features [S, K*D].
@@ -940,7 +946,7 @@ def capture(model, layers, taps, batch, features, mask_of=None):
     caught, hooks = tap(layers, taps)
     try:
         if mask_of:
-            ids, positions = (torch.from_numpy(batch[k]).to(device)[None] for k in ("ids", "positions"))
+            ids, positions = (on_device(batch[k], device)[None] for k in ("ids", "positions"))
             begins = torch.arange(len(features), device=device) - positions[0]
             model(input_ids=ids, position_ids=positions, use_cache=False, **mask_of(begins))
             for k, t in enumerate(taps):
@@ -953,7 +959,7 @@ def capture(model, layers, taps, batch, features, mask_of=None):
                 source = np.concatenate([r * width + np.arange(lengths[d]) for r, d in enumerate(rows)])
                 place = np.concatenate([starts[d] + np.arange(lengths[d]) for d in rows])
                 ids.reshape(-1)[source] = batch["ids"][place]
-                ids, source, place = (torch.from_numpy(x).to(device) for x in (ids, source, place))
+                ids, source, place = (on_device(x, device) for x in (ids, source, place))
                 model(input_ids=ids, use_cache=False)
                 for k, t in enumerate(taps):
                     found = caught[t].flatten(0, 1)[source]  # [rows, width, D] -> real tokens [n, D]
@@ -2119,13 +2125,11 @@ def target_worker(seat, job, stop):
 GRAPH = {"fullgraph": True, "dynamic": False, "options": {"triton.descriptive_names": False}}
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "B300": 2250}  # dense bf16, data sheets
 
-def to_device(batch, device):
+def graph_inputs(batch, device):
     """The arrays that the graph reads, in drafter_step's order, as tensors on the device."""
     kinds = {"positions": np.int32, "start": np.int32, "anchor": np.int32, "tokens": np.int64, "valid": bool}
-    host = {k: torch.from_numpy(np.ascontiguousarray(batch[k], dtype=kind)) for k, kind in kinds.items()}
-    if device != "cuda":
-        return host
-    return {k: x.pin_memory().to(device, non_blocking=True) for k, x in host.items()}
+    return {k: on_device(np.ascontiguousarray(batch[k], dtype=kind), torch.device(device))
+            for k, kind in kinds.items()}
 
 def attention_errors(drafter, options, rule, start, anchor, S):
     """Relative errors of flex_attention with these options, of its output and the gradients of q, k and v,
@@ -2256,13 +2260,13 @@ def drafter_worker(seat, job, stop):
     kept = {}  # pinned host copies of weights and moments
 
     def keep_room():
-        """Pinning takes seconds for each 10 GiB: done while the graph compiles, no save waits for it."""
+        """Pinning takes seconds for each 10 GiB, in which the driver serves nobody else: done while the graph
+        compiles, no save waits for it."""
         for i, (name, p) in enumerate(drafter.named_parameters()):
             for key in (("masters", name), (i, "exp_avg"), (i, "exp_avg_sq")):
                 kept[key] = torch.empty(p.shape, pin_memory=cuda)
 
     writer, under_way = ThreadPoolExecutor(1), []  # (step, save), one at most
-    room = writer.submit(keep_room) if lead else None
 
     # --- one graph, compiled once: drafter 0 first, the others find its cache
     features = feature_buffer(job, device)
@@ -2278,10 +2282,11 @@ def drafter_worker(seat, job, stop):
         return get_gradient_edge(rows), gradient, found
 
     beat("compiling")
+    room = writer.submit(keep_room) if lead else None
     begin = time.perf_counter()
     at = np.arange(cfg.tokens) % cfg.max_length  # the longest documents, all of them supervised
     begins = np.arange(cfg.tokens) - at
-    first = to_device({"positions": at, **blocks_of(
+    first = graph_inputs({"positions": at, **blocks_of(
         at, at >= 0, begins, begins + cfg.max_length, cfg.anchors, cfg.block, rng(0))}, device)
     for turn in (True, False):
         if lead == turn:
@@ -2327,7 +2332,7 @@ def drafter_worker(seat, job, stop):
         if batch is None:
             return None
         seat.moves()
-        batch["tensors"] = to_device(batch, device)
+        batch["tensors"] = graph_inputs(batch, device)
         times["data"] += 1e3 * (time.perf_counter() - begin)
         if batch["blocks"] and both:
             with timed("capture"):
@@ -3021,6 +3026,10 @@ def worker(work, seat, args, stop, link):
 def is_stopped(child):
     return Path(f"/proc/{child.pid}/stat").read_text().rpartition(") ")[2][0] == "T"
 
+# how torch allocates: GPU memory in segments that grow, not in pieces; pinned memory filled by threads, so
+# that the driver is held up for little of its time
+ALLOCATOR = "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+
 def start_workers(works, stop):
     """Spawn [(function, seat, args)] -> [(process, the end of its pipe)]."""
     context, children = torch.multiprocessing.get_context("spawn"), []
@@ -3031,7 +3040,7 @@ def start_workers(works, stop):
     for work, seat, args in works:
         if seat.device == "cuda":  # each sees one GPU: all are cuda:0 and share one compile-cache entry
             os.environ["CUDA_VISIBLE_DEVICES"] = visible[seat.gpu].strip() if visible[0] else str(seat.gpu)
-            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", ALLOCATOR)
             os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, cores // len(works))))
         else:
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning costs a busy host a factor of 10

@@ -24,15 +24,17 @@ import train_dflash as t
 
 
 def timed(function, cuda, repeats):
-    """Median milliseconds of function(), after two calls that warm up."""
+    """Milliseconds of function(), called again and again as training calls it: without waiting for the GPU
+    in between. Median of three rounds, after one that warms up."""
     times = []
-    for _ in range(repeats + 2):
+    for _ in range(4):
         torch.cuda.synchronize() if cuda else None
         begin = time.perf_counter()
-        function()
+        for _ in range(repeats):
+            function()
         torch.cuda.synchronize() if cuda else None
-        times.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(times[2:])
+        times.append(1e3 * (time.perf_counter() - begin) / repeats)
+    return statistics.median(times[1:])
 
 def packed(lengths, S, V, draw):
     used, ends = sum(lengths), np.cumsum(lengths)

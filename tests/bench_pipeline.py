@@ -78,7 +78,7 @@ def alone(folder, chats, cfg, accumulation):
     optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
     graph = t.drafter_step
     if cuda:
-        x = t.to_device(batches[0], device)
+        x = t.graph_inputs(batches[0], device)
         drafter.options = t.fast_attention(drafter, x["start"], x["anchor"], cfg.tokens, print)
         graph = torch.compile(graph, **t.GRAPH)
 

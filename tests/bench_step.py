@@ -67,7 +67,7 @@ def matmul_tflops():
 
 def forward_backward(step, drafter, ends, features, batch):
     """What the trainer does with one micro-batch once its features are there."""
-    arrays = t.to_device(batch, features.device.type).values()
+    arrays = t.graph_inputs(batch, features.device.type).values()
     rows, gradient, _ = step(drafter, ends, features, *arrays, 7, "dflash", 7.0)
     edge = torch.autograd.graph.get_gradient_edge(rows)
     del rows
@@ -92,7 +92,7 @@ def measure(name, shape, device, repeats):
         torch._dynamo.reset()
         begin = time.perf_counter()
         if cuda:
-            x = t.to_device(first, device)
+            x = t.graph_inputs(first, device)
             drafter.options = t.fast_attention(drafter, x["start"], x["anchor"], S,
                                                partial(print, file=sys.stderr))
             torch._dynamo.utils.counters.clear()
@@ -137,7 +137,8 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
         os.environ |= {"TORCHINDUCTOR_CACHE_DIR": cache, "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": cache,
-                       "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
+                       "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
+                       "PYTORCH_CUDA_ALLOC_CONF": t.ALLOCATOR}  # as the trainer's processes have it
         names = [n for name in arguments.shape for n in (COST if name == "cost" else [name])]
         for shape_name in names:
             measure(shape_name, (SHAPES | COST)[shape_name], "cuda" if torch.cuda.is_available() else "cpu",

@@ -52,7 +52,7 @@ def random_batch(draw, S, N, B, V, longest):
 def run_step(step, drafter, ends, batch, features, loss):
     """One step on the device and in the dtype of `features` -> (counters, gradients by name)."""
     drafter.zero_grad()
-    x = t.to_device(batch, features.device.type)
+    x = t.graph_inputs(batch, features.device.type)
     rows, gradient, counters = step(
         drafter,
         ends,

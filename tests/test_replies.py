@@ -312,7 +312,7 @@ def test_init_from(tiny, tmp_path, folder, capfd):
     drafter = t.Drafter(theirs | {"dflash_config": inner})
     ends = t.frozen_ends(model) | {"rope": t.rotary(torch.arange(140), 12345.0, 32)}
     drafter.load_state_dict({k: x.float() for k, x in load_file(folder / "model.safetensors").items()})
-    arrays = t.to_device(batch, "cpu").values()
+    arrays = t.graph_inputs(batch, "cpu").values()
     _, _, counters = t.drafter_step(drafter, ends, features, *arrays, 260, "dflash", t.default_gamma(4))
     first, *_, last = metrics(out, "train")
     assert first["loss"] == pytest.approx(float(counters[0] / counters[1]), rel=1e-5)
