@@ -28,6 +28,7 @@ import copy
 import ctypes
 import dataclasses
 import difflib
+import errno
 import faulthandler
 import fcntl
 import gzip
@@ -178,6 +179,14 @@ def int_list(text, name):
         return [int(x) for x in text.split(",") if x.strip()]
     except ValueError:
         raise UserError(f"{name} {text}: give whole numbers with commas, as 0,1,2") from None
+
+def check_gpus(gpus, name, count):
+    """Refuse GPUs that are named twice or do not exist. count: how many there are, on a CPU any number."""
+    shown, last = f"{name} {','.join(map(str, gpus))}", max(gpus, default=-1)
+    if len(set(gpus)) != len(gpus) or any(g < 0 for g in gpus):
+        raise UserError(f"{shown}: give each once, from 0")
+    if last >= count:
+        raise UserError(f"{shown}: there is no GPU {last}, this machine has {count}")
 
 def check_mode(cfg):
     """One thing at a time, and no flag of a mode that is not asked for. Raises UserError."""
@@ -1930,8 +1939,9 @@ def recorded(out, key):
 def check_identity(saved, now, where):
     for k in now:
         if saved.get(k) != now[k]:
-            raise UserError(f"{where} was trained with {k.replace('_', '-')} {saved.get(k)}, now it is "
-                            f"{now[k]}: give the same value, or another --out")
+            what = "data that reads as" if k == "data" else k.replace("_", "-")
+            raise UserError(f"{where} was trained with {what} {saved.get(k)}, now it is {now[k]}: give the "
+                            "same, or another --out")
 
 def versions():
     import datasets
@@ -2856,18 +2866,22 @@ def replies_worker(seat, cfg, jobs, stop):
                 chat["prompt"] = tokenizer.apply_chat_template(
                     chat["turns"], tools=chat["tools"], add_generation_prompt=True, return_dict=False)
                 if len(chat["prompt"]) >= longest:
-                    chat["problem"] = "no room below --max-length"
+                    chat["problem"] = f"no room below {longest} tokens (--max-length, the target's)"
             except Exception as e:  # templates raise what they like; one bad row is counted, named, skipped
                 chat["problem"] = first_line(e)[:60]
         return chat["prompt"]
 
     def write(chat):
         lines = [*chat["lines"], [chat[k] for k in ("told", "ids", "mask", "finished")]]
-        keys = ("messages", "input_ids", "loss_mask", "finished")
-        f.write(b"".join(json.dumps({"row": chat["row"], **dict(zip(keys, line))}).encode() + b"\n"
-                         for line in lines))
+        keys = ("messages", "input_ids", "loss_mask", "finished", "more")  # more: of this chat follows
+        for line in lines[:-1]:
+            line.append(True)
+        data = b"".join(json.dumps({"row": chat["row"], **dict(zip(keys, line))}).encode() + b"\n"
+                        for line in lines)
+        if f.write(data) < len(data):  # a disk takes what still fits; the next start takes it off
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), cfg.replies)
 
-    begin, told, tokens, done, problems = time.monotonic(), 0.0, 0, 0, Counter()
+    begin, told, tokens, done, problems, cut = time.monotonic(), 0.0, 0, 0, Counter(), 0
     chats = chats_of(jobs, tokenizer, cfg.each_turn)
     with open(cfg.replies, "ab", buffering=0) as f, ThreadPoolExecutor(1) as clerk:
         while chats and not stop.value:
@@ -2900,13 +2914,15 @@ def replies_worker(seat, cfg, jobs, stop):
                 again += [chat] * more
                 if chat["ids"] and not more:
                     write(chat)
+                    cut += cfg.each_turn and not chat["problem"] and any(
+                        turn["role"] == "user" for turn in chat["left"])
             chats, done = again + chats, done + len(batch) - len(again)
             if time.monotonic() - told > 10 or not chats:
                 told = time.monotonic()
                 say(f"{seat.name}: {done:,} of {len(jobs):,} chats, {tokens / (told - begin):,.0f} tokens/s, "
                     f"eta {span((told - begin) / max(done, 1) * (len(jobs) - done))}")
     return {"chats": done, "tokens": tokens, "seconds": time.monotonic() - begin, "problems": problems,
-            "stopped": bool(chats)}
+            "cut": cut, "stopped": bool(chats)}
 
 def regenerate(cfg, stop):
     """--regenerate PROMPTS --target X --replies FILE -> (exit code, reason). FILE is its own record: rows
@@ -2939,6 +2955,9 @@ def regenerate(cfg, stop):
                 done.add(line["row"])
             if rest[:7] != b'{"row":'[: len(rest)]:
                 raise ValueError(f"its last line is {rest[:40]!r}")
+        while lines and (last := json.loads(lines[-1])).get("more"):  # a chat of which the end is missing
+            rest = lines.pop() + b"\n" + rest
+            done.discard(last["row"])
         f.truncate(f.tell() - len(rest))
         left = [job for job in jobs if job[0] not in done]
         say(f"{len(jobs):,} chats to answer, {len(jobs) - len(left):,} are answered already" + "".join(
@@ -2947,16 +2966,18 @@ def regenerate(cfg, stop):
             return DONE, ""
         named = int_list(",".join(filter(None, (cfg.target_gpus, cfg.drafter_gpus))), "--target-gpus")
         device = choose_device(cfg, named)
-        gpus = sorted({*named}) or [*range(max(1, torch.cuda.device_count()) if device == "cuda" else 1)]
+        check_gpus(named, "--target-gpus", torch.cuda.device_count() if device == "cuda" else math.inf)
+        gpus = named or [*range(max(1, torch.cuda.device_count()) if device == "cuda" else 1)]
         seats = [Seat("both", i, len(gpus), len(gpus), gpu, device) for i, gpu in enumerate(gpus)]
         code, reason, results = run_workers([(replies_worker, seat, (cfg, left)) for seat in seats], stop)
     if code:
         return code, reason
-    problems = sum((r["problems"] for r in results), Counter())
+    problems, cut = sum((r["problems"] for r in results), Counter()), sum(r["cut"] for r in results)
     say(f"{sum(r['chats'] for r in results) - problems.total():,} chats answered, "
         f"{sum(r['tokens'] for r in results):,} tokens, "
         f"{sum(r['tokens'] / max(r['seconds'], 1e-9) for r in results):,.0f} tokens/s: {path}"
-        + "".join(f"; {n} not answered: {why}" for why, n in problems.most_common(12)))
+        + "".join(f"; {n} not answered: {why}" for why, n in problems.most_common(12))
+        + (f"; {cut} of them end before their last turn, at a reply that --new-tokens cut" if cut else ""))
     if any(r["stopped"] for r in results):
         return STOPPED, "stopped on request; run it again to go on"
     return DONE, ""
@@ -3140,15 +3161,12 @@ def take_seats(cfg, out):
     if cfg.plan and device == "cuda":  # a plan assumes the GPUs that are named, or eight
         count = max([count, *(g + 1 for g in targets + drafters)]) or 8
     for name, gpus in (("--target-gpus", targets), ("--drafter-gpus", drafters)):
-        shown, last = f"{name} {','.join(map(str, gpus))}", max(gpus, default=-1)
-        if len(set(gpus)) != len(gpus) or any(g < 0 for g in gpus):
-            raise UserError(f"{shown}: give each once, from 0")
-        if device == "cuda" and last >= count:
+        if device == "cuda" and max(gpus, default=-1) >= count:
             with suppress(*DAMAGED):
-                if last in json.loads((out / "config.json").read_text())["gpus"]:
-                    raise RuntimeError(
-                        f"{shown}: GPU {last} was there at the last attempt, now there are {count}")
-            raise UserError(f"{shown}: there is no GPU {last}, this machine has {count}")
+                if max(gpus) in json.loads((out / "config.json").read_text())["gpus"]:
+                    raise RuntimeError(f"{name} {','.join(map(str, gpus))}: GPU {max(gpus)} was there at the "
+                                       f"last attempt, now there are {count}")
+        check_gpus(gpus, name, count if device == "cuda" else math.inf)
     if set(targets) & set(drafters) and set(targets) != set(drafters):
         raise UserError(f"--target-gpus {cfg.target_gpus} and --drafter-gpus {cfg.drafter_gpus} overlap in "
                         "part: keep them apart, or make them equal (each then does both in turn)")
@@ -3295,8 +3313,10 @@ def evaluate(cfg, given, stop, controls=False):
         raise UserError(f"--evaluate {cfg.evaluate}: the folder is no run's, give --target and --prompts")
     vocab = load_config(cfg.target)[0].vocab_size
     documents = None if cfg.prompts else prepare(cfg, load_tokenizer(cfg.target), vocab)
-    named = cfg.drafter_gpus or cfg.target_gpus
-    seat = Seat("both", 0, 1, 1, (int_list(named, "--drafter-gpus") or [0])[0], choose_device(cfg, named))
+    named = int_list(cfg.drafter_gpus or cfg.target_gpus, "--drafter-gpus")
+    device = choose_device(cfg, named)
+    check_gpus(named, "--drafter-gpus", torch.cuda.device_count() if device == "cuda" else math.inf)
+    seat = Seat("both", 0, 1, 1, (named or [0])[0], device)
     code, reason, results = run_workers(
         [(decoding_worker, seat, (cfg, str(folder), documents, controls))], stop, patient=False)
     return code, reason, results[0]
@@ -3326,7 +3346,8 @@ def train(cfg, given, argv, stop):
     check(cfg)
     lock = None if cfg.plan else take_folder(out)
     if lock:
-        heartbeat(out, "preparing")
+        with refused(f"--out {out}: cannot be written", OSError):
+            heartbeat(out, "preparing")
     if demo:
         cfg = make_demo(cfg, out, seats[-1], stop)
         if stop.value:

@@ -194,8 +194,19 @@ def test_rows_of_all_kinds(tmp_path, dice, capfd):
     for said in ("1 rows skipped: not JSON", "1 rows skipped: no user's turn", "2 rows skipped: no messages",
                  "--max-length", "no system turn here"):
         assert said in out, said
+    assert "end before their last turn" in out
     before = replies.read_bytes()
     assert t.main(args) == 0 and replies.read_bytes() == before
+
+    # a full disk, a power cut: it ends within a chat of several lines, which are made again
+    lines = before.splitlines(keepends=True)
+    ends = [i for i, line in enumerate(lines) if json.loads(line).get("more")]
+    row = json.loads(lines[dice.choice(ends)])["row"]
+    last = [line for line in lines if json.loads(line)["row"] == row]
+    others = b"".join(line for line in lines if line not in last)
+    for cut in (len(last[0]), len(last[0]) + int(dice.integers(1, len(last[1])))):
+        replies.write_bytes(others + b"".join(last)[:cut])
+        assert t.main(args) == 0 and sorted(replies.read_bytes().splitlines(keepends=True)) == sorted(lines)
 
 def test_killed_stopped_and_shared(tmp_path, dice, capfd):
     """Catches a row lost or written twice, whatever ends a run: -9 in the middle of a line, then SIGTERM to
