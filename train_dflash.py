@@ -1662,6 +1662,7 @@ def read_chats(path, flag):
                                    [{"role": "user", "content": prompt}])
             if not any(turn["role"] == "user" for turn in turns):
                 raise ValueError("no user's turn")
+            json.dumps(turns, ensure_ascii=False).encode()  # ValueError for half of a surrogate pair
             chats.append((number, turns, tools_of(row)))
         except (ValueError, TypeError, AttributeError, RecursionError) as e:
             not_json = isinstance(e, (json.JSONDecodeError, UnicodeDecodeError))
@@ -2817,6 +2818,13 @@ def add_reply(chat, prompt, reply, said, finished, each_turn):
     chat["left"] = chat["left"][asked:]
     return True
 
+def lines_of(chat):
+    """A chat that is through -> its lines of the replies file. more: another of this chat follows."""
+    keys = ("messages", "input_ids", "loss_mask", "finished", "more")
+    last = [chat[k] for k in ("told", "ids", "mask", "finished")]
+    return b"".join(json.dumps({"row": chat["row"], **dict(zip(keys, line))}).encode() + b"\n"
+                    for line in (*([*line, True] for line in chat["lines"]), last))
+
 def cache_length(prompts, new_tokens):
     """Tokens a row of a static cache for these prompts: one of sixteen lengths an octave, a new one costs
     seconds before its first token."""
@@ -2871,16 +2879,6 @@ def replies_worker(seat, cfg, jobs, stop):
                 chat["problem"] = first_line(e)[:60]
         return chat["prompt"]
 
-    def write(chat):
-        lines = [*chat["lines"], [chat[k] for k in ("told", "ids", "mask", "finished")]]
-        keys = ("messages", "input_ids", "loss_mask", "finished", "more")  # more: of this chat follows
-        for line in lines[:-1]:
-            line.append(True)
-        data = b"".join(json.dumps({"row": chat["row"], **dict(zip(keys, line))}).encode() + b"\n"
-                        for line in lines)
-        if f.write(data) < len(data):  # a disk takes what still fits; the next start takes it off
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), cfg.replies)
-
     begin, told, tokens, done, problems, cut = time.monotonic(), 0.0, 0, 0, Counter(), 0
     chats = chats_of(jobs, tokenizer, cfg.each_turn)
     with open(cfg.replies, "ab", buffering=0) as f, ThreadPoolExecutor(1) as clerk:
@@ -2913,7 +2911,10 @@ def replies_worker(seat, cfg, jobs, stop):
                     more = add_reply(chat, prompt, reply, said, finished, cfg.each_turn)
                 again += [chat] * more
                 if chat["ids"] and not more:
-                    write(chat)
+                    data = lines_of(chat)
+                    with refused(f"--replies {cfg.replies}: cannot be written", OSError):
+                        if f.write(data) < len(data):  # what fitted is there: a restart takes it off
+                            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                     cut += cfg.each_turn and not chat["problem"] and any(
                         turn["role"] == "user" for turn in chat["left"])
             chats, done = again + chats, done + len(batch) - len(again)
@@ -2977,7 +2978,7 @@ def regenerate(cfg, stop):
         f"{sum(r['tokens'] for r in results):,} tokens, "
         f"{sum(r['tokens'] / max(r['seconds'], 1e-9) for r in results):,.0f} tokens/s: {path}"
         + "".join(f"; {n} not answered: {why}" for why, n in problems.most_common(12))
-        + (f"; {cut} of them end before their last turn, at a reply that --new-tokens cut" if cut else ""))
+        + (f"; {cut} chats end before their last turn, at a reply that --new-tokens cut" if cut else ""))
     if any(r["stopped"] for r in results):
         return STOPPED, "stopped on request; run it again to go on"
     return DONE, ""

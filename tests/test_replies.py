@@ -169,7 +169,8 @@ def test_rows_of_all_kinds(tmp_path, dice, capfd):
     rows += [{"messages": [*chat(dice, 1), {"role": "assistant", "content": "x"}, {
         "role": "user", "content": words(dice, REACH, REACH)}]}]  # its second question has no room at all
     rows += [{"prompt": words(dice, REACH, REACH)}, {"messages": [system, *chat(dice, 1)]}, "no JSON", "[1]",
-             {"messages": []}, {"prompt": None}, {"messages": [{"role": "assistant", "content": "a"}]}, ""]
+             {"messages": []}, {"prompt": None}, {"messages": [{"role": "assistant", "content": "a"}]}, "",
+             '{"prompt": "\\ud800"}']
     prompts, replies = write(tmp_path / "chats.jsonl", rows), tmp_path / "replies.jsonl"
     args = command(speaker, prompts, replies, "--each-turn", "--new-tokens", 70)
     capfd.readouterr()
@@ -192,6 +193,7 @@ def test_rows_of_all_kinds(tmp_path, dice, capfd):
     assert any(len(found) == 3 for found in by_row.values()), "no chat came to its third turn"
     trains(replies, speaker)
     for said in ("1 rows skipped: not JSON", "1 rows skipped: no user's turn", "2 rows skipped: no messages",
+                 "1 rows skipped: 'utf-8' codec can't encode character '\\ud800'",
                  "--max-length", "no system turn here"):
         assert said in out, said
     assert "end before their last turn" in out
