@@ -2930,6 +2930,13 @@ def regenerate(cfg, stop):
     that are in it are not asked for again, a line that a kill has cut is taken off."""
     if not cfg.target or not cfg.replies:
         raise UserError("--regenerate: name the model with --target and the file to write with --replies")
+    named = {name: int_list(text, name) for name, text in (
+        ("--target-gpus", cfg.target_gpus), ("--drafter-gpus", cfg.drafter_gpus))}
+    gpus = sorted({*itertools.chain(*named.values())})
+    device = choose_device(cfg, gpus)
+    for name, chosen in named.items():
+        check_gpus(chosen, name, torch.cuda.device_count() if device == "cuda" else math.inf)
+    gpus = gpus or [*range(torch.cuda.device_count() if device == "cuda" else 1)]
     load_config(cfg.target)
     jobs, bad = read_chats(cfg.regenerate, "--regenerate")
     if not jobs:
@@ -2965,10 +2972,6 @@ def regenerate(cfg, stop):
             f"; {n} rows skipped: {why}" for why, n in Counter(why for _, why in bad).most_common(12)))
         if not left:
             return DONE, ""
-        named = int_list(",".join(filter(None, (cfg.target_gpus, cfg.drafter_gpus))), "--target-gpus")
-        device = choose_device(cfg, named)
-        check_gpus(named, "--target-gpus", torch.cuda.device_count() if device == "cuda" else math.inf)
-        gpus = named or [*range(max(1, torch.cuda.device_count()) if device == "cuda" else 1)]
         seats = [Seat("both", i, len(gpus), len(gpus), gpu, device) for i, gpu in enumerate(gpus)]
         code, reason, results = run_workers([(replies_worker, seat, (cfg, left)) for seat in seats], stop)
     if code:

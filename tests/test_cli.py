@@ -96,6 +96,7 @@ def test_modes_and_their_files(capsys, tiny, tmp_path):
         ([*answer, prompts, "--replies", prompts], "is the file of the prompts"),
         ([*answer, prompts, "--replies", tmp_path / "out.gz"], "without .gz"),
         ([*answer, cut], "cut.jsonl.gz: cannot be read"),
+        ([*answer, prompts, "--device", "cpu", "--target-gpus", "0,0"], "--target-gpus 0,0: give each once"),
         (["--regenerate", prompts, "--replies", tmp_path / "out.jsonl"], "name the model"),
         (["--curves", run_], "no metrics.jsonl of a run there"),
     ):
