@@ -8,6 +8,7 @@ import fcntl
 import json
 import math
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -200,7 +201,18 @@ def test_rows_of_all_kinds(tmp_path, dice, capfd):
     before = replies.read_bytes()
     assert t.main(args) == 0 and replies.read_bytes() == before
 
-    # a full disk, a power cut: it ends within a chat of several lines, which are made again
+    # a full disk: one line, and the next start goes on
+    replies.unlink()
+    full = len(before) // 2, len(before) // 2
+    process = subprocess.run(
+        [sys.executable, str(ROOT / "train_dflash.py"), *args], capture_output=True, text=True, check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, full))
+    assert process.returncode == 2 and len(process.stderr.splitlines()) == 1, process.stderr
+    assert f"--replies {replies}: cannot be written" in process.stderr
+    assert t.main(args) == 0 and sorted(lines_of(replies), key=str) == sorted(
+        map(json.loads, before.splitlines()), key=str)
+
+    # a power cut: it ends within a chat of several lines, which are made again
     lines = before.splitlines(keepends=True)
     ends = [i for i, line in enumerate(lines) if json.loads(line).get("more")]
     row = json.loads(lines[dice.choice(ends)])["row"]
