@@ -28,7 +28,6 @@ import copy
 import ctypes
 import dataclasses
 import difflib
-import errno
 import faulthandler
 import fcntl
 import gzip
@@ -179,14 +178,6 @@ def int_list(text, name):
         return [int(x) for x in text.split(",") if x.strip()]
     except ValueError:
         raise UserError(f"{name} {text}: give whole numbers with commas, as 0,1,2") from None
-
-def check_gpus(gpus, name, count):
-    """Refuse GPUs that are named twice or do not exist. count: how many there are, on a CPU any number."""
-    shown, last = f"{name} {','.join(map(str, gpus))}", max(gpus, default=-1)
-    if len(set(gpus)) != len(gpus) or any(g < 0 for g in gpus):
-        raise UserError(f"{shown}: give each once, from 0")
-    if last >= count:
-        raise UserError(f"{shown}: there is no GPU {last}, this machine has {count}")
 
 def check_mode(cfg):
     """One thing at a time, and no flag of a mode that is not asked for. Raises UserError."""
@@ -942,7 +933,7 @@ def on_device(array, device):
     """An array of the host as a tensor there. From pinned memory: the host goes on, whatever the GPU has to
     do yet."""
     tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    return tensor if torch.device(device).type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 @torch.no_grad()
 def capture(model, layers, taps, batch, features, mask_of=None):
@@ -1594,7 +1585,7 @@ def walk(drafter, ends, features, ids, supervised, mask_id):
     for i in range(n - 2, -1, -1):
         room[i] = room[i + 1] + 1 if supervised[i] and supervised[i + 1] else 0
     anchors, device = np.flatnonzero(room), features.device
-    tokens = torch.from_numpy(ids).to(device)
+    tokens = on_device(ids, device)
     context = drafter.context(features, ends["rope"][:n])
     best, found = [], np.zeros((2 + len(TREES), B + 1), np.int64)
     for part in torch.from_numpy(anchors).split(min(256, max(1, CHUNK // 4 // len(ends["head"]) // B))):
@@ -1940,9 +1931,8 @@ def recorded(out, key):
 def check_identity(saved, now, where):
     for k in now:
         if saved.get(k) != now[k]:
-            what = "data that reads as" if k == "data" else k.replace("_", "-")
-            raise UserError(f"{where} was trained with {what} {saved.get(k)}, now it is {now[k]}: give the "
-                            "same, or another --out")
+            raise UserError(f"{where} was trained with {k.replace('_', '-')} {saved.get(k)}, now it is "
+                            f"{now[k]}: give the same value, or another --out")
 
 def versions():
     import datasets
@@ -2139,8 +2129,7 @@ PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "B300": 2250
 def graph_inputs(batch, device):
     """The arrays that the graph reads, in drafter_step's order, as tensors on the device."""
     kinds = {"positions": np.int32, "start": np.int32, "anchor": np.int32, "tokens": np.int64, "valid": bool}
-    return {k: on_device(np.ascontiguousarray(batch[k], dtype=kind), torch.device(device))
-            for k, kind in kinds.items()}
+    return {k: on_device(np.ascontiguousarray(batch[k], dtype=kind), device) for k, kind in kinds.items()}
 
 def attention_errors(drafter, options, rule, start, anchor, S):
     """Relative errors of flex_attention with these options, of its output and the gradients of q, k and v,
@@ -2913,10 +2902,9 @@ def replies_worker(seat, cfg, jobs, stop):
                 if chat["ids"] and not more:
                     data = lines_of(chat)
                     with refused(f"--replies {cfg.replies}: cannot be written", OSError):
-                        if f.write(data) < len(data):  # what fitted is there: a restart takes it off
-                            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                    cut += cfg.each_turn and not chat["problem"] and any(
-                        turn["role"] == "user" for turn in chat["left"])
+                        while data:  # a full disk takes a part, which a restart takes off, then says why
+                            data = data[f.write(data):]
+                    cut += not chat["problem"] and any(turn["role"] == "user" for turn in chat["left"])
             chats, done = again + chats, done + len(batch) - len(again)
             if time.monotonic() - told > 10 or not chats:
                 told = time.monotonic()
@@ -2930,13 +2918,8 @@ def regenerate(cfg, stop):
     that are in it are not asked for again, a line that a kill has cut is taken off."""
     if not cfg.target or not cfg.replies:
         raise UserError("--regenerate: name the model with --target and the file to write with --replies")
-    named = {name: int_list(text, name) for name, text in (
-        ("--target-gpus", cfg.target_gpus), ("--drafter-gpus", cfg.drafter_gpus))}
-    gpus = sorted({*itertools.chain(*named.values())})
-    device = choose_device(cfg, gpus)
-    for name, chosen in named.items():
-        check_gpus(chosen, name, torch.cuda.device_count() if device == "cuda" else math.inf)
-    gpus = gpus or [*range(torch.cuda.device_count() if device == "cuda" else 1)]
+    device, targets, drafters, count = choose_gpus(cfg)
+    gpus = sorted({*targets, *drafters}) or [*range(count)]
     load_config(cfg.target)
     jobs, bad = read_chats(cfg.regenerate, "--regenerate")
     if not jobs:
@@ -3143,34 +3126,40 @@ def run_workers(works, stop, patient=True, stall=math.inf):
             child.join()
             link.close()
 
-def choose_device(cfg, named):
-    """cuda or cpu. GPU flags without usable CUDA are refused with torch's reason, never bent to the CPU."""
-    if cfg.device == "cpu" or (cfg.device == "auto" and not named and not torch.cuda.device_count()):
-        return "cpu"
-    if not cfg.plan and not torch.cuda.device_count():
+def choose_gpus(cfg, out=None):
+    """-> (cuda or cpu, --target-gpus, --drafter-gpus, how many GPUs there are, on a CPU 1).
+
+    GPU flags without usable CUDA are refused with torch's reason, never bent to the CPU, as are GPUs that are
+    named twice or do not exist. One that the last attempt in run folder `out` had is lost: RuntimeError."""
+    flags = {"--target-gpus": cfg.target_gpus, "--drafter-gpus": cfg.drafter_gpus}
+    named = {flag: int_list(text, flag) for flag, text in flags.items()}
+    (targets, drafters), count = named.values(), torch.cuda.device_count()
+    device = "cpu" if cfg.device == "cpu" or (
+        cfg.device == "auto" and not targets + drafters and not count) else "cuda"
+    if device == "cuda" and not count and not cfg.plan:
         probe = subprocess.run([sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')"],
                                capture_output=True, text=True, check=False)
         why = (probe.stderr.strip().splitlines() or ["no CUDA device"])[-1]
         raise UserError(f"GPUs are asked for, torch {torch.__version__} has none: {why} (--device cpu needs "
                         "none)")
-    return "cuda"
+    if cfg.plan and device == "cuda":  # a plan assumes the GPUs that are named, or eight
+        count = max([count, *(g + 1 for g in targets + drafters)]) or 8
+    for flag, gpus in named.items():
+        shown, last = f"{flag} {','.join(map(str, gpus))}", max(gpus, default=-1)
+        if len(set(gpus)) != len(gpus) or any(g < 0 for g in gpus):
+            raise UserError(f"{shown}: give each once, from 0")
+        if device == "cuda" and last >= count:
+            with suppress(*DAMAGED):
+                if out and last in json.loads((out / "config.json").read_text())["gpus"]:
+                    raise RuntimeError(
+                        f"{shown}: GPU {last} was there at the last attempt, now there are {count}")
+            raise UserError(f"{shown}: there is no GPU {last}, this machine has {count}")
+    return device, targets, drafters, count if device == "cuda" else 1
 
 def take_seats(cfg, out):
     """-> [Seat] from --target-gpus and --drafter-gpus; without them the last 3/8 of the GPUs train, a
     single GPU does both. Equal lists are colocated. On a CPU the numbers count processes."""
-    targets = int_list(cfg.target_gpus, "--target-gpus")
-    drafters = int_list(cfg.drafter_gpus, "--drafter-gpus")
-    device = choose_device(cfg, targets or drafters)
-    count = torch.cuda.device_count() if device == "cuda" else 1
-    if cfg.plan and device == "cuda":  # a plan assumes the GPUs that are named, or eight
-        count = max([count, *(g + 1 for g in targets + drafters)]) or 8
-    for name, gpus in (("--target-gpus", targets), ("--drafter-gpus", drafters)):
-        if device == "cuda" and max(gpus, default=-1) >= count:
-            with suppress(*DAMAGED):
-                if max(gpus) in json.loads((out / "config.json").read_text())["gpus"]:
-                    raise RuntimeError(f"{name} {','.join(map(str, gpus))}: GPU {max(gpus)} was there at the "
-                                       f"last attempt, now there are {count}")
-        check_gpus(gpus, name, count if device == "cuda" else math.inf)
+    device, targets, drafters, count = choose_gpus(cfg, out)
     if set(targets) & set(drafters) and set(targets) != set(drafters):
         raise UserError(f"--target-gpus {cfg.target_gpus} and --drafter-gpus {cfg.drafter_gpus} overlap in "
                         "part: keep them apart, or make them equal (each then does both in turn)")
@@ -3317,10 +3306,8 @@ def evaluate(cfg, given, stop, controls=False):
         raise UserError(f"--evaluate {cfg.evaluate}: the folder is no run's, give --target and --prompts")
     vocab = load_config(cfg.target)[0].vocab_size
     documents = None if cfg.prompts else prepare(cfg, load_tokenizer(cfg.target), vocab)
-    named = int_list(cfg.drafter_gpus or cfg.target_gpus, "--drafter-gpus")
-    device = choose_device(cfg, named)
-    check_gpus(named, "--drafter-gpus", torch.cuda.device_count() if device == "cuda" else math.inf)
-    seat = Seat("both", 0, 1, 1, (named or [0])[0], device)
+    device, targets, drafters, _ = choose_gpus(cfg)
+    seat = Seat("both", 0, 1, 1, (drafters or targets or [0])[0], device)
     code, reason, results = run_workers(
         [(decoding_worker, seat, (cfg, str(folder), documents, controls))], stop, patient=False)
     return code, reason, results[0]
