@@ -4,6 +4,8 @@ Makes a Qwen3-like target with random weights and chats of log-normal length (me
 each unsupervised), runs the real train_dflash.py on them for --steps optimizer steps and prints one JSON
 line: context tokens a second after warm-up, and milliseconds a step by what they went to. --alone prints what
 the parts take by themselves on one GPU: capture of a micro-batch, the drafter's graph, the optimizer.
+--starts prints the seconds from spawning the processes to the end of step 1, with nothing compiled yet and
+again; each run is killed there.
 """
 import argparse
 import json
@@ -101,17 +103,38 @@ def alone(folder, chats, cfg, accumulation):
             "target_tokens_per_s": round(tokens / ms["capture"] * 1e3),
             "drafter_tokens_per_s": round(tokens / (whole - ms["capture"]) * 1e3)}
 
+def command_of(arguments, target, chats, out):
+    return [sys.executable, str(ROOT / "train_dflash.py"), "--target", str(target), "--data", str(chats),
+            "--out", str(out), "--eval-fraction", "0", "--max-steps", str(arguments.steps),
+            "--accumulation", str(arguments.accumulation), "--log-every", "4", *FLAGS[arguments.shape],
+            "--target-gpus", arguments.target_gpus, "--drafter-gpus", arguments.drafter_gpus,
+            *([] if torch.cuda.is_available() else ["--device", "cpu"])]
+
+def rows_of(out):
+    file = out / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+def first_step(arguments, target, chats, out):
+    """Seconds from "start", which is written before the processes are spawned, to the line of step 1."""
+    with open(out.with_suffix(".log"), "w") as log:
+        command, times = command_of(arguments, target, chats, out), {}
+        run = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        while not {"start", "train"} <= times.keys():
+            if run.poll() is not None:
+                sys.exit(f"left with {run.returncode}\n{Path(log.name).read_text()[-3000:]}")
+            time.sleep(0.1)
+            times = {r["kind"]: r["time"] for r in reversed(rows_of(out))}  # the first of each kind
+        run.kill()
+        run.wait()
+    return round(times["train"] - times["start"], 1)
+
 def pipeline(arguments, target, chats, out):
-    command = [sys.executable, str(ROOT / "train_dflash.py"), "--target", str(target), "--data", str(chats),
-               "--out", str(out), "--eval-fraction", "0", "--max-steps", str(arguments.steps),
-               "--accumulation", str(arguments.accumulation), "--log-every", "4", *FLAGS[arguments.shape],
-               "--target-gpus", arguments.target_gpus, "--drafter-gpus", arguments.drafter_gpus,
-               *([] if torch.cuda.is_available() else ["--device", "cpu"])]
+    command = command_of(arguments, target, chats, out)
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         sys.exit(f"{' '.join(command)}\nleft with {result.returncode}\n{result.stdout}\n"
                  f"{result.stderr[-3000:]}")
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(out)
     lines = [r for r in rows if r["kind"] == "train"]
     late = lines[2:]  # the first step and the rest of the first stretch are warm-up
     begin = next(r["time"] for r in rows if r["kind"] == "start")
@@ -131,6 +154,7 @@ if __name__ == "__main__":
     parser.add_argument("--target-gpus", default="0")
     parser.add_argument("--drafter-gpus", default="0")
     parser.add_argument("--alone", action="store_true", help="the parts by themselves")
+    parser.add_argument("--starts", action="store_true", help="seconds to the end of step 1, cold and again")
     parser.add_argument("--work", default="", help="folder of the target and the runs; none: a temporary one")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -143,6 +167,13 @@ if __name__ == "__main__":
         if arguments.alone:
             given = ["--target", str(target), "--data", str(chats), "--eval-fraction", "0"]
             values = alone(target, chats, t.parse(given + FLAGS[arguments.shape])[0], arguments.accumulation)
+        elif arguments.starts:
+            # the compile cache lies beside the runs; what was killed may still be writing
+            with tempfile.TemporaryDirectory(dir=work, ignore_cleanup_errors=True) as folder:
+                cold, again = (first_step(arguments, target, chats, Path(folder) / name)
+                               for name in ("cold", "again"))
+            values = {"spawn_to_step_1_cold_s": cold, "spawn_to_step_1_again_s": again,
+                      "again_of_cold": round(again / cold, 3)}
         else:
             name = f"run-{arguments.target_gpus}-{arguments.drafter_gpus}-{time.time_ns()}"
             values = pipeline(arguments, target, chats, work / name)
