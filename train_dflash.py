@@ -1214,16 +1214,16 @@ LOG2E = math.log2(math.e)
 def head_and_loss(rows, head, labels, valid, loss, gamma, softcap, chunk=CHUNK):
     """Cross-entropy through the frozen head, in chunks, with its gradient: full logits never exist.
 
-    rows [n, B-1, D], head [V, D], labels and valid [n, B-1] -> ce [n, B-1] float32, weights, hit [n, B-1]
-    bool, and d(sum of weights * ce)/d(rows) [n, B-1, D]. chunk: logits at a time. The head is frozen, so that
-    the gradient of the rows is all there is to keep: it is made while the logits are at hand and nothing is
-    recomputed in backward."""
+    rows [n, B-1, D], head [V, D], labels and valid [n, B-1] -> the sum of weights * ce and weights [n, B-1],
+    float32, hit [n, B-1] bool, and d(that sum)/d(rows) [n, B-1, D]. chunk: logits at a time. The head is
+    frozen, so that the gradient of the rows is all there is to keep: it is made while the logits are at hand
+    and nothing is recomputed in backward."""
     V, slots = head.shape[0], rows.shape[1]
     vocabulary, parts = torch.arange(V, device=head.device, dtype=torch.int32), []
     size = max(1, chunk // V // slots)
     for x, y, ok in zip(rows.split(size), labels.split(size), valid.split(size)):
-        if parts:  # waits for the chunk before: else the compiler may keep the logits of all chunks at once
-            x = x + 0 * parts[-1][3][-1:, -1:]
+        if parts:  # waits for the chunk before, its sum too: else the compiler keeps the logits of up to 8
+            x = x + 0 * (parts[-1][3][-1:, -1:] + parts[-1][0])
         flat, y1 = x.flatten(0, 1), y.flatten()[:, None]  # [n*(B-1), D]
         logits = (flat @ head.T).float()  # [n*(B-1), V]
         if softcap:
@@ -1240,8 +1240,9 @@ def head_and_loss(rows, head, labels, valid, loss, gamma, softcap, chunk=CHUNK):
         d = torch.where(vocabulary == y1, e - w, e)
         if softcap:
             d = d * (1 - (logits / softcap).square())
-        parts.append((ce, weights, hit, (d.to(head.dtype) @ head).view_as(x)))
-    return tuple(torch.cat(p) for p in zip(*parts))
+        parts.append(((weights * ce).sum(), weights, hit, (d.to(head.dtype) @ head).view_as(x)))
+    sums, *whole = zip(*parts)
+    return sum(sums), *(torch.cat(p) for p in whole)
 
 def draft_rows(drafter, ends, context, at, first, mask_id, attends):
     """The drafter on blocks whose anchors `first` [N] stand at positions `at` [N] -> rows [N, B-1, D]."""
@@ -1272,7 +1273,7 @@ def drafter_step(drafter, ends, features, positions, start, anchor, tokens, vali
 
     with torch.no_grad():
         labels, valid = tokens[:, 1:], valid[:, 1:]
-        ce, weights, hit, gradient = head_and_loss(
+        weighted, weights, hit, gradient = head_and_loss(
             rows.detach(), ends["head"], labels, valid, loss, gamma, ends["softcap"])
         block = valid.any(1)
         divisor = weights.sum() if loss == "dflash" else block.sum()
@@ -1280,7 +1281,7 @@ def drafter_step(drafter, ends, features, positions, start, anchor, tokens, vali
         accepted = hit.to(torch.int32).cumprod(1).sum(1)  # [N]
         whole = valid.all(1)
         counters = torch.stack([c.float() for c in (
-            (ce * weights).sum(), divisor, (block * accepted).sum(), block.sum(), (whole * accepted).sum(),
+            weighted, divisor, (block * accepted).sum(), block.sum(), (whole * accepted).sum(),
             whole.sum(), bad.sum(), (labelled & ~block).sum())])
         counters = torch.cat([counters, hit.sum(0).float(), valid.sum(0).float()])
     return rows, gradient, counters
