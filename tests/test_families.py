@@ -120,8 +120,8 @@ def test_features_are_the_rule_in_any_company(family, dice):
                 assert error < 1e-4, f"layer {layer}, document of {len(documents[i])}: off by {error:.1e}"
 
 def test_a_document_too_many_does_not_move_the_others(family, dice):
-    """Catches the padding of a longer neighbour in the state of a recurrent or sliding layer, bit by bit; with
-    experts up to roundings (5e-10 once in 120 models): an expert reads the tokens of all documents at once."""
+    """Catches padding of a longer neighbour in the state of a recurrent or sliding layer: bit by bit, with
+    experts up to roundings (5e-10, once in 120 models): one expert reads the tokens of all documents."""
     model = t.load_target(str(family.folder), torch.float32, 4)
     document, longer, other = (dice.integers(0, 256, n).tolist() for n in (40, 60, 60))
     one, two = (captured(model, [0, 1, 2, 3], [document, x])[0] for x in (longer, other))
