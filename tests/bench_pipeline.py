@@ -110,23 +110,23 @@ def command_of(arguments, target, chats, out):
             "--target-gpus", arguments.target_gpus, "--drafter-gpus", arguments.drafter_gpus,
             *([] if torch.cuda.is_available() else ["--device", "cpu"])]
 
-def rows_of(out):
-    file = out / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+def seconds_to_step_1(rows):
+    """From "start", which is written before the processes are spawned, to the line of step 1, or None."""
+    times = {r["kind"]: r["time"] for r in reversed(rows)}  # the first of each kind
+    return round(times["train"] - times["start"], 1) if "train" in times else None
 
-def first_step(arguments, target, chats, out):
-    """Seconds from "start", which is written before the processes are spawned, to the line of step 1."""
+def start(arguments, target, chats, out):
+    """The seconds of a run that is killed once step 1 is told."""
     with open(out.with_suffix(".log"), "w") as log:
-        command, times = command_of(arguments, target, chats, out), {}
+        command = command_of(arguments, target, chats, out)
         run = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        while not {"start", "train"} <= times.keys():
+        while (seconds := seconds_to_step_1(t.read_metrics(out))) is None:
             if run.poll() is not None:
                 sys.exit(f"left with {run.returncode}\n{Path(log.name).read_text()[-3000:]}")
             time.sleep(0.1)
-            times = {r["kind"]: r["time"] for r in reversed(rows_of(out))}  # the first of each kind
         run.kill()
         run.wait()
-    return round(times["train"] - times["start"], 1)
+    return seconds
 
 def pipeline(arguments, target, chats, out):
     command = command_of(arguments, target, chats, out)
@@ -134,17 +134,16 @@ def pipeline(arguments, target, chats, out):
     if result.returncode:
         sys.exit(f"{' '.join(command)}\nleft with {result.returncode}\n{result.stdout}\n"
                  f"{result.stderr[-3000:]}")
-    rows = rows_of(out)
+    rows = t.read_metrics(out)
     lines = [r for r in rows if r["kind"] == "train"]
     late = lines[2:]  # the first step and the rest of the first stretch are warm-up
-    begin = next(r["time"] for r in rows if r["kind"] == "start")
     mean = {k: round(statistics.mean(r[k] for r in late), 1) for k in late[0]
             if k.endswith("_ms") or k in ("ms", "mem_gib")}
     said = [line for line in result.stdout.splitlines() if re.search("read|graph|attention", line)]
     return {"target_gpus": arguments.target_gpus, "drafter_gpus": arguments.drafter_gpus,
             "accumulation": arguments.accumulation, "steps": arguments.steps,
             "tokens_per_s": round(statistics.mean(r["tokens_per_s"] for r in late)), **mean,
-            "spawn_to_step_1_s": round(lines[0]["time"] - begin, 1), "said": said}
+            "spawn_to_step_1_s": seconds_to_step_1(rows), "said": said}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
@@ -170,7 +169,7 @@ if __name__ == "__main__":
         elif arguments.starts:
             # the compile cache lies beside the runs; what was killed may still be writing
             with tempfile.TemporaryDirectory(dir=work, ignore_cleanup_errors=True) as folder:
-                cold, again = (first_step(arguments, target, chats, Path(folder) / name)
+                cold, again = (start(arguments, target, chats, Path(folder) / name)
                                for name in ("cold", "again"))
             values = {"spawn_to_step_1_cold_s": cold, "spawn_to_step_1_again_s": again,
                       "again_of_cold": round(again / cold, 3)}

@@ -100,6 +100,12 @@ def test_chunked_loss(loss, softcap):
         close(got[0], (want[0] * want[1]).sum(), 1e-4, 2e-5)
         for i in (1, 3):  # weights, gradient
             close(got[i], want[i], 1e-4, 2e-5)
+    for place in itertools.product(range(n), range(slots)):  # every cross-entropy by itself
+        alone = torch.zeros(n, slots, dtype=torch.bool)
+        alone[place] = True
+        ce, weights, _, _ = full_logits(rows, head, labels, alone, rule)
+        got = t.head_and_loss(rows, head, labels, alone, *rule, chunk=17 * V)[0]
+        close(got, (ce * weights).sum(), 1e-4, 2e-5)
 
 def test_bf16():
     """Catches a softmax left in bf16: loss and gradient stay within the rounding of what goes in."""
