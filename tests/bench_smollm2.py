@@ -67,7 +67,7 @@ def main(arguments):
         "--target", model, "--data", CHATS, *[replies] * bool(arguments.replies), "--out", run,
         "--block", arguments.block, "--loss", "dpace", "--max-steps", arguments.steps, "--eval-every", third,
         "--save-every", third, "--log-every", max(1, third // 20), "--keep", 1, *small], deadline)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = t.read_metrics(run)
     for row in (row for row in lines if row["kind"] == "eval"):
         show("training", block=arguments.block, step=row["step"], **{k: row[k] for k in (
             "loss", "accept_len", "accept_len_whole", "everywhere", "walk", "tree_16", "tree_32", "tree_64")})

@@ -18,7 +18,7 @@ import psutil
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from conftest import masters, workers_of
+from conftest import masters, metrics, workers_of
 from supervise_kit import SUPERVISE
 
 TRAINER = str(SUPERVISE.with_name("train_dflash.py"))
@@ -49,8 +49,7 @@ def soak(home, steps, save_every, draw):
             main = psutil.Process(leader)
             draw.choice([main, *workers_of(leader)]).send_signal(signal.SIGKILL)
             kills += 1
-    lines = map(json.loads, (calm / "metrics.jsonl").read_text().splitlines())
-    host = [row["host_gib"] for row in lines if row["kind"] == "train"]
+    host = [row["host_gib"] for row in metrics(calm, "train")]
     same = all(torch.equal(v, masters(calm)[k]) for k, v in masters(out).items())
     return {"steps": steps, "exit": process.returncode, "kills": kills, "same_bits": same,
             "host_gib": [host[len(host) // 4], host[-1]],  # undisturbed, a quarter in and at the end
