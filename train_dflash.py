@@ -3422,10 +3422,9 @@ def train(cfg, given, argv, stop):
               f"{out}")
 
         # --- one process per GPU
-        cache = str((out.parent / ".compile_cache").resolve())
-        for name, value in (("TORCHINDUCTOR_CACHE_DIR", cache), ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", cache),
-                            ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")):
-            os.environ.setdefault(name, value)
+        # compile caches lie where torch and FlashAttention put them, on this machine's disk: their locks fail
+        # on many a network volume. The second keeps none unless asked.
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
         with tempfile.TemporaryDirectory() as folder:
             job = Job(cfg, config, documents, out, f"{folder}/meeting", str(checkpoint or ""), now, step, m,
                       total, min(len(documents.held_out[1]) - 1, EVAL_BATCHES))

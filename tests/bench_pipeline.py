@@ -9,6 +9,7 @@ again; each run is killed there.
 """
 import argparse
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -167,8 +168,10 @@ if __name__ == "__main__":
             given = ["--target", str(target), "--data", str(chats), "--eval-fraction", "0"]
             values = alone(target, chats, t.parse(given + FLAGS[arguments.shape])[0], arguments.accumulation)
         elif arguments.starts:
-            # the compile cache lies beside the runs; what was killed may still be writing
+            # what was killed may still be writing
             with tempfile.TemporaryDirectory(dir=work, ignore_cleanup_errors=True) as folder:
+                os.environ |= dict.fromkeys(
+                    ("TORCHINDUCTOR_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"), folder)
                 cold, again = (start(arguments, target, chats, Path(folder) / name)
                                for name in ("cold", "again"))
             values = {"spawn_to_step_1_cold_s": cold, "spawn_to_step_1_again_s": again,

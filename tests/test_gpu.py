@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import make_target, masters, run
+from conftest import finish, make_target, masters, metrics, run, start, until
 
 import train_dflash as t
 
@@ -267,3 +267,21 @@ def test_split_over_two_gpus_equals_colocated(tiny, tmp_path):
     """Catches the wire over NCCL delivering other features, late or torn ones."""
     split, both = run_on(tiny, tmp_path / "a", 0, 1), run_on(tiny, tmp_path / "b", 0, 0)
     assert furthest(split, both) <= 1e-3
+
+
+@pytest.mark.parametrize("when", ["while it compiles", "after step 1"])
+def test_the_compile_cache_is_not_needed(when, tiny, tmp_path):
+    """Catches a run that needs its compile cache after all: what tidies /tmp may delete it, while it is
+    written or in mid-run."""
+    cache, out = tmp_path / "cache", tmp_path / "run"
+    process = start(tiny, out, "--device", "cuda", "--max-steps", 40, "--target-gpus", 0, "--drafter-gpus", 0,
+                    env={"TORCHINDUCTOR_CACHE_DIR": str(cache)})
+    if when == "while it compiles":
+        until(lambda: list(cache.glob("**/*.cubin")))
+    else:
+        until(lambda: (out / "metrics.jsonl").exists() and metrics(out, "train"))
+    assert list(cache.glob("**/*"))
+    shutil.rmtree(cache, ignore_errors=True)  # what is being written may come back
+    code, stdout, stderr = finish(process)
+    assert code == 0, stdout + stderr
+    assert metrics(out, "end")[-1]["status"] == "finished"
