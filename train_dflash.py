@@ -3422,9 +3422,15 @@ def train(cfg, given, argv, stop):
               f"{out}")
 
         # --- one process per GPU
-        # compile caches lie where torch and FlashAttention put them, on this machine's disk: their locks fail
-        # on many a network volume. The second keeps none unless asked.
-        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+        # the compile cache lies beside the runs unless the user named a place; torch._dynamo, once imported,
+        # has written its own default there
+        default = f"{tempfile.gettempdir()}/torchinductor_"
+        if os.environ.get("TORCHINDUCTOR_CACHE_DIR", "").startswith(default):
+            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        cache = str((out.parent if os.access(out.parent, os.W_OK) else out).resolve() / ".compile_cache")
+        for name, value in (("TORCHINDUCTOR_CACHE_DIR", cache), ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", cache),
+                            ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")):
+            os.environ.setdefault(name, value)
         with tempfile.TemporaryDirectory() as folder:
             job = Job(cfg, config, documents, out, f"{folder}/meeting", str(checkpoint or ""), now, step, m,
                       total, min(len(documents.held_out[1]) - 1, EVAL_BATCHES))

@@ -271,8 +271,7 @@ def test_split_over_two_gpus_equals_colocated(tiny, tmp_path):
 
 @pytest.mark.parametrize("when", ["while it compiles", "after step 1"])
 def test_the_compile_cache_is_not_needed(when, tiny, tmp_path):
-    """Catches a run that needs its compile cache after all: what tidies /tmp may delete it, while it is
-    written or in mid-run."""
+    """Catches a run that needs its compile cache after all: deleted while it is written, or in mid-run."""
     cache, out = tmp_path / "cache", tmp_path / "run"
     process = start(tiny, out, "--device", "cuda", "--max-steps", 40, "--target-gpus", 0, "--drafter-gpus", 0,
                     env={"TORCHINDUCTOR_CACHE_DIR": str(cache)})

@@ -300,6 +300,23 @@ def test_interrupted_while_importing(tiny, tmp_path, when):
     assert "Traceback" not in stderr and "Interrupt" not in stderr
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_where_the_compile_cache_lies(named, tiny, tmp_path):
+    """Catches a cache in /tmp, the default that torch writes into the environment once torch._dynamo is
+    imported, here as in main; and a place that the user named and that is not obeyed."""
+    import torch._dynamo  # noqa: F401
+
+    assert "torchinductor_" in os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    given = str(tmp_path / "mine")
+    process = start(tiny, tmp_path / "run", "--max-steps", 500, "--device", "cpu",
+                    env={"TORCHINDUCTOR_CACHE_DIR": given} if named else None)
+    places = {one.environ()["TORCHINDUCTOR_CACHE_DIR"] for one in until(lambda: workers_of(process.pid))}
+    process.send_signal(signal.SIGINT)
+    code, stdout, stderr = finish(process)
+    assert code == 75, stdout + stderr
+    assert places == {given if named else str(tmp_path / ".compile_cache")}
+
+
 def test_demo_stopped_while_it_teaches(tmp_path):
     """Catches a wish to stop that is told as a mistake of the user's, or answered after the teaching."""
     out = tmp_path / "demo"
