@@ -3422,8 +3422,8 @@ def train(cfg, given, argv, stop):
               f"{out}")
 
         # --- one process per GPU
-        # the compile cache lies beside the runs unless the user named a place; torch._dynamo, once imported,
-        # has written its own default there
+        # the compile cache lies beside the runs unless the user named a place. What imports torch._dynamo, a
+        # notebook that starts this, say, gets torch's own default written into its environment
         default = f"{tempfile.gettempdir()}/torchinductor_"
         if os.environ.get("TORCHINDUCTOR_CACHE_DIR", "").startswith(default):
             del os.environ["TORCHINDUCTOR_CACHE_DIR"]
