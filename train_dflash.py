@@ -3013,11 +3013,11 @@ def worker(work, seat, args, stop, link):
         os._exit(FAILED)  # the parent died before that line
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     warnings.filterwarnings("ignore", message="TensorFloat32")  # what is float32 here is meant to be
-    import torch._dynamo  # the first optimizer step would, for seconds that count as a stall
-    from tqdm import tqdm
-    tqdm.set_lock(threading.RLock())  # its default is a semaphore that a killed process would leave behind
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // seat.world))
     try:
+        import torch._dynamo  # the first optimizer step would, for seconds that count as a stall
+        from tqdm import tqdm
+        tqdm.set_lock(threading.RLock())  # a semaphore, its default, would outlive a killed process
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // seat.world))
         if seat.device == "cuda":
             with suppress(ImportError):  # not public: torch's compile workers start while models load
                 from torch._inductor.async_compile import maybe_warm_pool
@@ -3031,6 +3031,22 @@ def worker(work, seat, args, stop, link):
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # no interpreter shutdown: communicators with dead peers would wait in their destructors
+
+def compile_cache(out):
+    """The folder of what is compiled, made: the one the user named, else .compile_cache beside the run, or in
+    it where that can't be written. UserError for a named one that can't be."""
+    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+    # what imports torch._dynamo, a notebook that starts this, say, gets torch's default into its environment
+    if named.startswith(f"{tempfile.gettempdir()}/torchinductor_"):
+        named = ""
+    places = [Path(named)] if named else [p / ".compile_cache" for p in (out.resolve().parent, out)]
+    for place in (p.absolute() for p in places):
+        with suppress(OSError):
+            place.mkdir(parents=True, exist_ok=True)
+            if os.access(place, os.W_OK | os.X_OK):
+                return str(place)
+    raise UserError(
+        f"the compile cache {place} can't be written: name another folder by TORCHINDUCTOR_CACHE_DIR")
 
 def is_stopped(child):
     return Path(f"/proc/{child.pid}/stat").read_text().rpartition(") ")[2][0] == "T"
@@ -3422,15 +3438,9 @@ def train(cfg, given, argv, stop):
               f"{out}")
 
         # --- one process per GPU
-        # the compile cache lies beside the runs unless the user named a place. What imports torch._dynamo, a
-        # notebook that starts this, say, gets torch's own default written into its environment
-        default = f"{tempfile.gettempdir()}/torchinductor_"
-        if os.environ.get("TORCHINDUCTOR_CACHE_DIR", "").startswith(default):
-            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
-        cache = str((out.parent if os.access(out.parent, os.W_OK) else out).resolve() / ".compile_cache")
-        for name, value in (("TORCHINDUCTOR_CACHE_DIR", cache), ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", cache),
-                            ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")):
-            os.environ.setdefault(name, value)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache = compile_cache(out)
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", cache)
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
         with tempfile.TemporaryDirectory() as folder:
             job = Job(cfg, config, documents, out, f"{folder}/meeting", str(checkpoint or ""), now, step, m,
                       total, min(len(documents.held_out[1]) - 1, EVAL_BATCHES))

@@ -317,6 +317,16 @@ def test_where_the_compile_cache_lies(given, tiny, tmp_path, monkeypatch):
     assert found == {place if given == "a place" else str(tmp_path / ".compile_cache")}
 
 
+def test_a_compile_cache_that_cannot_be_written(tiny, tmp_path):
+    """Catches a traceback for a place that is a file; and a run lost for the one beside it being so."""
+    (tmp_path / ".compile_cache").write_text("")
+    _, stderr = run(tiny, tmp_path / "a", "--max-steps", 2, "--device", "cpu", code=2,
+                    env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / ".compile_cache")})
+    assert str(tmp_path / ".compile_cache") in stderr.splitlines()[-1] and "Traceback" not in stderr
+    run(tiny, tmp_path / "b", "--max-steps", 2, "--device", "cpu", env={"TORCHINDUCTOR_CACHE_DIR": ""})
+    assert (tmp_path / "b" / ".compile_cache").is_dir()
+
+
 def test_demo_stopped_while_it_teaches(tmp_path):
     """Catches a wish to stop that is told as a mistake of the user's, or answered after the teaching."""
     out = tmp_path / "demo"
