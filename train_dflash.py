@@ -3039,8 +3039,9 @@ def compile_cache(out):
     # what imports torch._dynamo, a notebook that starts this, say, gets torch's default into its environment
     if named.startswith(f"{tempfile.gettempdir()}/torchinductor_"):
         named = ""
-    places = [Path(named)] if named else [p / ".compile_cache" for p in (out.resolve().parent, out)]
-    for place in (p.absolute() for p in places):
+    out = out.resolve()
+    places = [Path(named).absolute()] if named else [out.parent / ".compile_cache", out / ".compile_cache"]
+    for place in places:
         with suppress(OSError):
             place.mkdir(parents=True, exist_ok=True)
             if os.access(place, os.W_OK | os.X_OK):
@@ -3356,6 +3357,9 @@ def train(cfg, given, argv, stop):
     if lock:
         with refused(f"--out {out}: cannot be written", OSError):
             heartbeat(out, "preparing")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache = compile_cache(out)
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", cache)
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     if demo:
         cfg = make_demo(cfg, out, seats[-1], stop)
         if stop.value:
@@ -3438,9 +3442,6 @@ def train(cfg, given, argv, stop):
               f"{out}")
 
         # --- one process per GPU
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache = compile_cache(out)
-        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", cache)
-        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
         with tempfile.TemporaryDirectory() as folder:
             job = Job(cfg, config, documents, out, f"{folder}/meeting", str(checkpoint or ""), now, step, m,
                       total, min(len(documents.held_out[1]) - 1, EVAL_BATCHES))

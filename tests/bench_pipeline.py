@@ -170,8 +170,7 @@ if __name__ == "__main__":
         elif arguments.starts:
             # what was killed may still be writing
             with tempfile.TemporaryDirectory(dir=work, ignore_cleanup_errors=True) as folder:
-                os.environ |= dict.fromkeys(
-                    ("TORCHINDUCTOR_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"), folder)
+                os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder  # FlashAttention's follows
                 cold, again = (start(arguments, target, chats, Path(folder) / name)
                                for name in ("cold", "again"))
             values = {"spawn_to_step_1_cold_s": cold, "spawn_to_step_1_again_s": again,

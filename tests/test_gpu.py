@@ -278,7 +278,7 @@ def test_the_compile_cache_is_not_needed(when, tiny, tmp_path):
     if when == "while it compiles":
         until(lambda: list(cache.glob("**/*.cubin")))
     else:
-        until(lambda: (out / "metrics.jsonl").exists() and metrics(out, "train"))
+        until(lambda: metrics(out, "train"))
     assert list(cache.glob("**/*"))
     shutil.rmtree(cache, ignore_errors=True)  # what is being written may come back
     code, stdout, stderr = finish(process)
